@@ -21,7 +21,7 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
 
     Examples:
       osora mem-profile
-      osora mem-profile --config demo_lora --compare --plot memory.png
+      osora mem-profile --config demo_lora --plot memory.png
       osora mem-profile --config 768px --json
       osora mem-profile --config stage1 --on 8xH100
     """
@@ -33,8 +33,8 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
             "adaptive_batch=true needs a training recipe: a generation computes one clip at a time",
             hint="name a recipe, as in --config demo_lora",
         )
-    if settings.compare and isinstance(what, TrainSettings) and (ranks := what.parallel.world_size) > 1:
-        raise RequestError(f"compare measures in one process, and parallel.gpus={ranks}: drop one of them")
+    if isinstance(what, TrainSettings):
+        call.refuse(("--snapshot",), beside="a training recipe, which is profiled on the CPU")
     with call.loading():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile
 

@@ -90,11 +90,11 @@ class MemProfileSettings(Section):
 
     applies = (Applies("memory_limit", lambda s: s.adaptive_batch, "without adaptive_batch: give it, too"),)
 
-    compare: bool = Field(False, description="Measure techniques that save memory, one by one, and attention backends.")
+    compare: bool = Field(False, description="Measure attention backends.")
     adaptive_batch: bool = Field(False, description="Predict the largest batch of a training.")
     memory_limit: ByteSize | None = Field(None, description="Memory for the batch, as in 24GiB. None: free memory.")
     runs: int = Field(3, ge=0, le=1000, description="Timed runs after the measured one; 0 for none.")
-    snapshot: FileName | None = Field(None, description="Write a file for PyTorch's memory viewer.")
+    snapshot: FileName | None = Field(None, description="Write a file for PyTorch's memory viewer, on a GPU.")
     plot: PlotFile | None = Field(None, description="Write a chart: .png, .svg or .pdf.")
     overwrite: bool = Field(False, description="Replace existing files.")
 

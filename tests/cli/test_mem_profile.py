@@ -1,7 +1,6 @@
 """`osora mem-profile`: what it prints and writes, and its exit codes."""
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ def recipe(settings: TrainSettings, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(osora, tmp_path: Path) -> None:
-    plot, snapshot = tmp_path / "memory.svg", tmp_path / "memory.pickle"
-    args = [*SMALL, "--runs", "2", "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
+    plot = tmp_path / "memory.svg"
+    args = [*SMALL, "--runs", "2", "--json", "--plot", str(plot)]
     document = json.loads(osora(*args).out)
-    assert document["schema"] == "osora.mem-profile/5"
+    assert document["schema"] == "osora.mem-profile/6"
     assert [stage["name"] for stage in document["stages"]] == ["text", "denoise", "decode"]
     for stage in document["stages"]:
         assert stage["predicted_bytes"] == pytest.approx(stage["measured_bytes"], rel=0.1)
@@ -39,9 +38,8 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(osora, 
     assert all(count % 4 == 0 for count in blocks.values())
     assert document["device"] == "cpu"
     assert "without a GPU" in document["how"]
-    assert document["files"] == {"plot": str(plot), "snapshot": str(snapshot)}
+    assert document["files"] == {"plot": str(plot)}
     assert plot.read_text().startswith("<?xml")
-    assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
 
     assert "exists already" in osora(*args, code=3).err
 
@@ -74,29 +72,15 @@ def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, osora) -> None
 
 
 @pytest.mark.slow
-def test_techniques_and_attention_are_compared(tmp_path: Path, osora) -> None:
-    document = json.loads(osora(*SMALL, "--compare", "--json").out)
-    techniques = {row["name"]: row for row in document["techniques"]}
-    assert techniques["weights stored in 8 bits"]["saved_share"] > 0.3
-    assert "without a GPU" in techniques["block streaming"]["reason"]
-    assert all((row["saved_bytes"] is None) == (row["reason"] is not None) for row in document["techniques"])
+def test_attention_backends_are_compared(osora) -> None:
+    costs = json.loads(osora(*SMALL, "--compare", "--runs", "0", "--json").out)["attention"]
     flash, standard = (
-        {cost["tokens"]: cost["memory_bytes"] for cost in document["attention"] if cost["kind"] == kind}
+        {cost["tokens"]: cost["memory_bytes"] for cost in costs if cost["kind"] == kind}
         for kind in ("flash", "standard (math)")
     )
-    missing = {cost["kind"]: cost["reason"] for cost in document["attention"] if cost["kind"] in KINDS_OF_GPUS}
+    missing = {cost["kind"]: cost["reason"] for cost in costs if cost["kind"] in KINDS_OF_GPUS}
     assert missing.keys() == KINDS_OF_GPUS
     assert missing["cudnn"] == "cudnn runs on CUDA devices only, and this is cpu"
     assert all(missing.values())
     assert flash[4096] == 4 * flash[1024]  # linear
     assert standard[4096] > 14 * standard[1024]  # quadratic
-
-    # The copies of weights that autocast holds for backward are no activations, and stay outside the buffer.
-    config = recipe(tiny_training.mmdit_settings(tmp_path / "run"), tmp_path)
-    rows = json.loads(
-        osora("mem-profile", "--config", config, "--set", "precision.compute=fp32", "--compare", "--json").out
-    )["techniques"]
-    saved = {(row["name"], row["of"]): row["saved_share"] for row in rows if row["reason"] is None}
-    assert saved["gradient checkpointing", "what is held for backward"] > 0.3
-    offload = "what is held for backward with checkpointing, outside the host buffer"
-    assert saved["activation offload", offload] > 0.3

@@ -20,11 +20,7 @@ def test_stages_and_the_history_of_the_allocator(capsys, tmp_path):
     assert any(event["action"] == "alloc" for trace in history["device_traces"] for event in trace)
 
 
-def test_every_technique_is_measured(capsys):
-    found = document(capsys, "--compare")
-    assert {row["name"]: row["reason"] for row in found["techniques"] if row["reason"] is not None} == {}
-    saved = {row["name"]: row["saved_bytes"] for row in found["techniques"]}
-    assert saved["block streaming"] > 0
-    assert saved["weights stored in 8 bits"] > 0
-    kinds = {cost["kind"] for cost in found["attention"] if cost["reason"] is None}
+def test_attention_backends_are_compared(capsys):
+    costs = document(capsys, "--compare")["attention"]
+    kinds = {cost["kind"] for cost in costs if cost["reason"] is None}
     assert kinds - {"cudnn"} == {"standard (math)", "memory-efficient", "flash"}

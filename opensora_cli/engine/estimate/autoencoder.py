@@ -17,7 +17,6 @@ from opensora_cli.engine.estimate.fake_tensors import (
     Need,
     Work,
     WorkCounter,
-    extrapolated,
     fake_device,
     fake_module,
     repeat_calls,
@@ -52,11 +51,10 @@ def decoding_need(
     `shown` are the height and width of the pixels that are kept. `chunk_frames` and `store_on_host` are fields of
     `OffloadPlan`.
     """
-    channels, num_frames, *sides = latent_shape
     height, width = shown
 
-    def decode(vae: Autoencoder, empty: Callable[..., Tensor], frames: int) -> Tensor:
-        latents_1CTHW = empty(1, channels, frames, *sides)
+    def decode(vae: Autoencoder, empty: Callable[..., Tensor]) -> Tensor:
+        latents_1CTHW = empty(1, *latent_shape)
         store = HOST if store_on_host else latents_1CTHW.device
         # The same steps as in `decode_latents` of generation.
         pieces_1CTHW = vae.decode_pieces(
@@ -65,7 +63,7 @@ def decoding_need(
         deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
         return latents_1CTHW
 
-    return _need(settings, dtype, device_type, num_frames, decode, decodes=True)
+    return _need(settings, dtype, device_type, decode, decodes=True)
 
 
 def _shown(pixels_CTHW: Tensor) -> Tensor:
@@ -92,37 +90,29 @@ def encoding_need(
 def _encoding_need(
     settings: VAESettings, num_frames: int, sides: tuple[int, int], dtype: torch.dtype, device_type: str
 ) -> Need:
-    def encode(vae: Autoencoder, empty: Callable[..., Tensor], frames: int) -> tuple[Tensor, Tensor]:
-        pixels_1CTHW = empty(1, COLORS, frames, *sides)
+    def encode(vae: Autoencoder, empty: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        pixels_1CTHW = empty(1, COLORS, num_frames, *sides)
         return pixels_1CTHW, vae.encode(pixels_1CTHW, tiling=vae_tiling(settings))
 
-    return _need(settings, dtype, device_type, num_frames, encode, decodes=False)
+    return _need(settings, dtype, device_type, encode, decodes=False)
 
 
 def _need(
     settings: VAESettings,
     dtype: torch.dtype,
     device_type: str,
-    num_frames: int,
-    run: Callable[[Autoencoder, Callable[..., Tensor], int], object],
+    run: Callable[[Autoencoder, Callable[..., Tensor]], object],
     *,
     decodes: bool,
 ) -> Need:
-    """Return the need of `run`, which returns inputs and outputs. Each further temporal tile takes the same amount."""
-
-    def count(frames: int) -> Need:
-        with TensorBytes(device_type=device.type) as counter:
-            kept = run(vae, partial(torch.empty, dtype=dtype, device=device), frames)
-            need = Need.of(counter)
-            del kept
-            return need
-
-    time = settings.sizes.tile_grids()[decodes].time
+    """Return the need of `run`, which returns inputs and outputs."""
     with fake_device(device_type) as device:
         vae = _fake_coder(settings, device, dtype, decodes=decodes)
-        if not settings.temporal_tiling or num_frames <= time.size:
-            return count(num_frames)
-        return Need(*extrapolated(count, num_frames, step=time.stride, few=time.size + 2 * time.stride))
+        with TensorBytes(device_type=device.type) as counter:
+            kept = run(vae, partial(torch.empty, dtype=dtype, device=device))
+            need = Need.of(counter)
+            del kept
+    return need
 
 
 def _fake_coder(settings: VAESettings, device: torch.device, dtype: torch.dtype, *, decodes: bool) -> Autoencoder:
@@ -184,7 +174,11 @@ def _tile_peak(
 
     # In a shorter clip, kernels could need more than frames.
     step = num_frames if chunk_frames is None else chunk_frames * -(-_FEW_FRAMES // chunk_frames)
-    return max(extrapolated(count, num_frames, step=step, few=step + 1)), channels[0]
+    more = (num_frames - 1) // step - 1
+    if more <= 1:
+        return max(count(num_frames)), channels[0]
+    near, far = count(num_frames - more * step), count(num_frames - (more - 1) * step)
+    return max(first + more * (second - first) for first, second in zip(near, far, strict=True)), channels[0]
 
 
 def _mark_first_call(convolution: CausalConv3d, counter: TensorBytes) -> None:

@@ -4,7 +4,7 @@ Every operation of the real modules then costs microseconds and allocates nothin
 it would have allocated, and `WorkCounter` what a device would compute and move.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from math import prod
@@ -184,15 +184,6 @@ def replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
                     is_parameter = isinstance(old, nn.Parameter) and new is not old
                     made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
                 held[name] = made[id(old)]  # type: ignore[assignment]
-
-
-def extrapolated(count: Callable[[int], Sequence[int]], length: int, *, step: int, few: int) -> Sequence[int]:
-    """Return `count(length)` from shorter lengths: every step more adds the same bytes; `few` is the shortest."""
-    more = (length - few) // step
-    if more <= 1:
-        return count(length)
-    near, far = count(length - more * step), count(length - (more - 1) * step)
-    return [first + more * (second - first) for first, second in zip(near, far, strict=True)]
 
 
 def repeat_calls(module: nn.Module, *, work: WorkCounter | None = None) -> None:

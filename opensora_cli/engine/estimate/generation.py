@@ -56,10 +56,9 @@ def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory
     without a folder count like the released ones. Raises RequestError if sizes in the settings contradict each other.
     """
     vae, dtype, device_type, files = plan.settings.vae, plan.hardware.dtype, plan.hardware.device.type, plan.files
-    weights = {component: count * dtype.itemsize for component, count in plan.parameters.items()}
-    vae_mapped = 0
+    vae_bytes, vae_mapped = plan.parameters[Component.VAE] * dtype.itemsize, 0
     if files is not None:
-        weights[Component.VAE], vae_mapped = files[Component.VAE].held(dtype)
+        vae_bytes, vae_mapped = files[Component.VAE].held(dtype)
     decoding = decoding_need(
         vae,
         plan.latent_shape,
@@ -70,7 +69,7 @@ def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory
         # On a CPU the host is the device itself.
         store_on_host=offload.store_on_host and device_type != "cpu",
     )
-    decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
+    decode = StageMemory(DECODE, vae_bytes, decoding.data, decoding.activations, vae_mapped)
     if plan.decodes_only:
         return (decode,)
     stages = [_text(plan, streamed=offload.stream_text)]
@@ -78,9 +77,9 @@ def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory
     encoded = (*frames, plan.settings.video.num_frames) if plan.start else frames
     if encoded:
         encoding = encoding_need(vae, encoded, (plan.height, plan.width), dtype, device_type)
-        stages.append(StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
-    kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
-    return *stages, _denoise(plan, offload, weights[Component.TRANSFORMER], kept), decode
+        stages.append(StageMemory(ENCODE, vae_bytes, encoding.data, encoding.activations, vae_mapped))
+    kept = ((AUTOENCODER, vae_bytes),) if frames and offload.mode is OffloadMode.NONE else ()
+    return *stages, _denoise(plan, offload, kept), decode
 
 
 def _text(plan: "Plan", *, streamed: bool) -> StageMemory:
@@ -144,8 +143,8 @@ def _text_need(sizes: T5Sizes | ClipSizes, length: int, dtype: torch.dtype) -> N
             return need
 
 
-def _denoise(plan: "Plan", offload: OffloadPlan, whole: int, kept: tuple[tuple[str, int], ...]) -> StageMemory:
-    """Return the memory of denoising with `whole` bytes of the transformer's weights, beside the `kept` models."""
+def _denoise(plan: "Plan", offload: OffloadPlan, kept: tuple[tuple[str, int], ...]) -> StageMemory:
+    """Return the memory of denoising beside the `kept` models."""
     settings, dtype, device_type = plan.settings, plan.hardware.dtype, plan.hardware.device.type
     config, tensor, loras = mmdit_config(settings.model), plan.mesh.tensor, lora_ranks(plan.loras)
     need = sampling_need(
@@ -172,7 +171,7 @@ def _denoise(plan: "Plan", offload: OffloadPlan, whole: int, kept: tuple[tuple[s
     )
     mapped = 0
     if plan.files is None:
-        own = transformer_bytes(config, whole, dtype, offload, tensor=tensor, loras=loras)
+        own = transformer_bytes(config, dtype, offload, tensor=tensor, loras=loras)
     else:
         files = plan.files[Component.TRANSFORMER]
         own, mapped = transformer_on_cpu(config, files, dtype, offload, tensor=tensor, loras=loras)

@@ -1,4 +1,4 @@
-"""Choose the offload of a generation: the least that makes every stage fit in the memory of the device."""
+"""Memory of the stages of a generation, and the least offload with which all fit in the memory of the device."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from opensora_cli.core.choices import LinearProducts
+from opensora_cli.core.device import GIB
+from opensora_cli.core.documents import Document
 from opensora_cli.settings.devices import HostWeights, MemorySettings, OffloadMode
 
 TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
@@ -126,6 +128,45 @@ class StageMemory:
     def total_bytes(self) -> int:
         """Memory that must be free: everything except mapped weights."""
         return self.weight_bytes + self.data_bytes + self.activation_bytes
+
+
+class HostMemory(Document):
+    """Host memory of a machine, in addition to the memory of its devices."""
+
+    pinned_bytes: int
+    """Page-locked copies of weights, and offloaded activations and optimizer states."""
+    page_cache_bytes: int
+    """Files of weights. With less memory the run still works, and reads them from the disk again."""
+
+    def line(self) -> str:
+        """Return the parts as text."""
+        return f"page-locked {gib(self.pinned_bytes)}, page cache {gib(self.page_cache_bytes)} for files of weights"
+
+
+def verdict_line(*, needed: int, usable: int | None, on_gpu: bool, host: HostMemory, seconds: float | None) -> str:
+    """Return the verdict of a plan for a device with `usable` bytes; None means that its memory is not known."""
+    memory = "GPU memory" if on_gpu else "host memory"
+    if usable is None:
+        shown = f"Unknown: {gib(needed)} {memory}"
+    else:
+        shown = f"{'Fits' if needed <= usable else 'Does not fit'}: {needed / GIB:.1f} of {gib(usable)} {memory}"
+    if on_gpu:
+        shown += f", {gib(host.pinned_bytes + host.page_cache_bytes)} host memory"
+    elif host.page_cache_bytes >= 0.05 * GIB:
+        shown += f", {gib(host.page_cache_bytes)} page cache"
+    return shown if seconds is None else f"{shown}, about {_about(seconds)} (predicted)"
+
+
+def gib(num_bytes: int) -> str:
+    """Return a size with one decimal."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _about(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,12 @@ the other. `docs/explanations/predictions.md` has the assumptions.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 
+from opensora_cli.core.documents import Document
+from opensora_cli.core.formatting import duration
 from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.estimate.fake_tensors import Work
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -37,6 +40,53 @@ class Seconds(dict[str, float]):
     def total(self) -> float:
         """Sum of the parts."""
         return sum(self.values())
+
+
+class PredictedTime(Document):
+    """Predicted seconds of a run, which were not measured."""
+
+    predicted: Literal[True] = True
+    hardware: str
+    """Number and name of the GPUs, such as `8xH100`."""
+    of: str
+    """Work that takes this time."""
+    seconds: float
+    stages_s: Mapping[str, float]
+    parts_s: Mapping[str, float]
+    """Seconds of each part, the largest first; time that overlaps with another part is not counted."""
+    left_out: str
+    """Work that the prediction excludes."""
+
+    @classmethod
+    def of_stages(
+        cls, stages: Mapping[str, Seconds], gpu: GpuSettings, *, devices: int, of: str, left_out: str
+    ) -> Self:
+        """Return the document of stages that run one after the other."""
+        parts = sum(stages.values(), Seconds())
+        return cls(
+            hardware=f"{devices}x{gpu.name}",
+            of=of,
+            seconds=parts.total,
+            stages_s={name: seconds.total for name, seconds in stages.items()},
+            parts_s=dict(sorted(parts.items(), key=lambda item: -item[1])),
+            left_out=left_out,
+        )
+
+    def lines(self) -> list[str]:
+        """Return the prediction for people."""
+        return [
+            f"predicted {_shown(self.seconds)} {self.of} on {self.hardware}, not measured: {_joined(self.stages_s)}",
+            f"parts     {_joined(self.parts_s)}",
+            f"left out  {self.left_out}",
+        ]
+
+
+def _joined(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_shown(each)}" for name, each in seconds.items() if each >= 0.0005)
+
+
+def _shown(seconds: float) -> str:
+    return duration(seconds) if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def kernel_seconds(

@@ -1,8 +1,8 @@
 """Memory and work of the transformer on one of several ranks, which shares tokens, heads or features with others."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import ceil, gcd, prod
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from opensora_cli.engine.estimate.fake_tensors import (
     Need,
     Work,
     WorkCounter,
-    extrapolated,
     fake_device,
     fake_module,
     repeat_calls,
@@ -41,10 +40,6 @@ from opensora_cli.sampling.step_cache import CachedStep
 
 _STEPS = 2
 """Steps to estimate: the second and later steps hold latents besides the noise."""
-_FEW_CHUNKS = 10
-"""Chunks of tokens of the smaller clips from which many chunks are extrapolated. With fewer, the peak is elsewhere."""
-_FEW_FRAMES = 64
-"""Latent frames of a longer clip that is estimated. The number of tokens counts, not their arrangement in frames."""
 
 _ALONE, _DIRECT = MeshShape(), ExchangePlan()
 
@@ -79,35 +74,9 @@ class Sampling:
     device_type: str
 
 
-def sampling_need(facts: Sampling) -> Need:
-    """Return the need of sampling one clip; that of many chunks of tokens follows from smaller clips."""
-    channels, frames, height, width = facts.latent_shape
-    config, chunk_tokens = facts.config, facts.chunk_tokens
-    tokens = height * width // config.patch_size**2
-    if frames > _FEW_FRAMES:
-        frames, tokens = _FEW_FRAMES, ceil(frames * tokens / _FEW_FRAMES)
-        scales, *cached = (replace(each, image=each.image[-frames:]) for each in (facts.scales, *facts.cached))
-        facts = replace(facts, scales=scales, cached=tuple(cached))
-    step = tokens
-    if frames == _FEW_FRAMES and chunk_tokens is not None:
-        # All chunks of the smaller clips are as long as those of the whole, the last one included.
-        chunk = chunk_tokens * facts.mesh.ring * facts.mesh.ulysses
-        least = chunk // gcd(chunk, frames)
-        step = least * ceil(_FEW_CHUNKS * chunk / (least * frames))
-
-    def count(tokens: int) -> Need:
-        shape = channels, frames, config.patch_size, config.patch_size * tokens
-        return _with_few_blocks(replace(facts, latent_shape=shape))
-
-    found = Need(*extrapolated(count, tokens, step=step, few=step))
-    # Modulation was computed for one block of each kind.
-    all_blocks, one_block = (modulation_values(facts.num_times, each) for each in (config, with_depth(config, 1)))
-    return found._replace(data=found.data + (all_blocks - one_block) * facts.dtype.itemsize)
-
-
 @lru_cache(maxsize=256)
-def _with_few_blocks(facts: Sampling) -> Need:
-    """Return the need of sampling with one block of each kind."""
+def sampling_need(facts: Sampling) -> Need:
+    """Return the need of sampling one clip."""
     config, mesh = facts.config, facts.mesh
     channels, frames, rows, columns = facts.latent_shape
     patch = config.patch_size
@@ -160,7 +129,9 @@ def _with_few_blocks(facts: Sampling) -> Need:
             )
             need = Need.of(counter)
             del latents_BCTHW
-            return need
+    # Modulation was computed for one block of each kind.
+    all_blocks, one_block = (modulation_values(facts.num_times, each) for each in (config, with_depth(config, 1)))
+    return need._replace(data=need.data + (all_blocks - one_block) * facts.dtype.itemsize)
 
 
 @lru_cache(maxsize=64)
@@ -210,16 +181,12 @@ def fake_transformer(
 
     `attention` names the backend. The first block of a stack represents all of them: it gets the largest adapters.
     """
-    ranks: dict[str, int] = {}
-    for path, rank in loras:
-        first = in_first_block(path)
-        ranks[first] = max(ranks.get(first, 0), rank)
 
     def make() -> MMDiT:
         attend = fake_attention(mesh, attention_stand_in(attention), exchange=exchange)
         transformer = MMDiT(with_depth(config, 1), attention=attend)
         keep_largest_share(transformer, mesh.tensor)
-        add_fake_loras(transformer, ranks.items())
+        add_fake_loras(transformer, largest_ranks(loras).items())
         return transformer
 
     transformer = fake_module(make, device=device, dtype=dtype)
@@ -230,6 +197,15 @@ def fake_transformer(
             for block in transformer.get_submodule(stack.module_path).children():
                 use_in_block(block, stack, linear)
     return transformer
+
+
+def largest_ranks(loras: LoraRanks) -> dict[str, int]:
+    """Return the rank of the adapters of each layer outside the blocks, and in one block for all of its stack."""
+    ranks: dict[str, int] = {}
+    for path, rank in loras:
+        first = in_first_block(path)
+        ranks[first] = max(ranks.get(first, 0), rank)
+    return ranks
 
 
 def keep_largest_share(transformer: MMDiT, ranks: int) -> None:

@@ -5,7 +5,7 @@ are loaded, or block by block when they are needed. Rearranged or dequantized we
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,13 +18,13 @@ from opensora_cli.checkpoint.load import plan_tensors
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.architectures import mmdit_config, on_meta, one_block_of_each, text_tensors
-from opensora_cli.engine.components.loras import LoraRanks, in_first_block
+from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.estimate.transformer import keep_largest_share
+from opensora_cli.engine.estimate.transformer import keep_largest_share, largest_ranks
 from opensora_cli.memory.eight_bit import StoredLinear
-from opensora_cli.memory.host_weights import aligned, kept_blocks, slot_bytes, streaming_bytes
-from opensora_cli.models.linears import Split
+from opensora_cli.memory.host_weights import kept_blocks, slot_bytes, streaming_bytes
+from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import modulation_width
@@ -36,25 +36,26 @@ from opensora_cli.settings.generate import GenerateSettings
 _RELEASED_DTYPE = torch.bfloat16
 """Dtype of the released model's files, for plans that are made before the download."""
 
+Blocks = tuple[tuple[RepeatedBlocks, nn.Module], ...]
+"""Every stack with one of its blocks."""
+
 # Weights of the transformer
 
 
 def transformer_bytes(
-    config: MMDiTConfig, whole: int, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
+    config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int = 1, loras: LoraRanks = ()
 ) -> int:
     """Return the bytes of the transformer's weights, adapters included, on the device of a rank.
 
-    `whole` counts all of its weights, without adapters; `tensor` ranks share the blocks.
+    `tensor` ranks share the blocks.
     """
-    on_host = offload.modulation_on_host
-    if on_host:
-        whole -= modulation_bytes(config, dtype)
-    outside, factors = _factor_bytes(config, dtype, loras, tensor, on_host)
+    outside, blocks = _stored(config, dtype, offload, tensor, loras)
     if offload.mode is not OffloadMode.BLOCKS and not offload.in_8_bits and tensor == 1:
-        return whole + outside + sum(factors)
-    blocks = _blocks(config, dtype, without_modulation=on_host)
-    rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in blocks)
-    return rest + _held_slots(bytes_of_blocks(config, dtype, offload, tensor=tensor), factors, offload)
+        return outside + sum(stack.count * _weight_bytes(block) for stack, block in blocks)
+    slots = [slot_bytes(block) for stack, block in blocks for _ in range(stack.count)]
+    if offload.mode is not OffloadMode.BLOCKS:
+        return outside + sum(slots)
+    return outside + streaming_bytes(slots, resident=offload.resident_blocks or 1)
 
 
 def transformer_on_cpu(
@@ -67,16 +68,15 @@ def transformer_on_cpu(
     loras: LoraRanks,
 ) -> tuple[int, int]:
     """Return the bytes of the transformer's weights in the memory of a rank on a CPU, and in the mapped file."""
-    outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
-    whole = file.count * dtype.itemsize
     if offload.in_8_bits or tensor > 1:
         copies = replace(offload, mode=OffloadMode.NONE, modulation_on_host=False)
-        return transformer_bytes(config, whole, dtype, copies, tensor=tensor, loras=loras), 0
-    if offload.mode is not OffloadMode.BLOCKS:
-        private, mapped = file.held(dtype)
-        return private + outside + sum(factors), mapped
-    slots = transformer_bytes(config, whole, dtype, offload, tensor=1, loras=()) + file.copied * dtype.itemsize
-    return slots + outside + sum(factors), file.mapped_bytes
+        return transformer_bytes(config, dtype, copies, tensor=tensor, loras=loras), 0
+    bare, adapted = (transformer_bytes(config, dtype, OffloadPlan(), loras=each) for each in ((), loras))
+    private, mapped = file.held(dtype)
+    if offload.mode is OffloadMode.BLOCKS:
+        private = transformer_bytes(config, dtype, offload) + file.copied * dtype.itemsize
+        mapped = file.mapped_bytes
+    return private + adapted - bare, mapped
 
 
 def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
@@ -95,7 +95,7 @@ def modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
 
 def largest_modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the weights of the largest layer of modulation."""
-    blocks = _blocks(config, dtype)
+    _, blocks = _stored(config, dtype, OffloadPlan())
     sizes = (_weight_bytes(block.get_submodule(path)) for stack, block in blocks for path in stack.modulation)
     return max(sizes, default=0)
 
@@ -104,7 +104,7 @@ def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPla
     """Return the bytes that the weights of each block need in one run of memory on a rank, in the order of the blocks.
     Adapters are excluded.
     """
-    blocks = _stored_blocks(config, dtype, offload, tensor)
+    _, blocks = _stored(config, dtype, offload, tensor)
     return [slot_bytes(block) for stack, block in blocks for _ in range(stack.count)]
 
 
@@ -112,78 +112,52 @@ def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadP
     """Return the bytes of the largest dequantized weight of a linear layer in the blocks, on one of `tensor` ranks.
     Weights are dequantized one at a time.
     """
-    sizes = [0]
-    for stack, block in _stored_blocks(config, dtype, offload, tensor) if offload.fp8_storage else ():
+    sizes, (_, blocks) = [0], _stored(config, dtype, offload, tensor)
+    for stack, block in blocks if offload.fp8_storage else ():
         multiplied = [linear.path for linear in stack.linears] if offload.linear is not LinearProducts.EXACT else []
         dequantized = (layer for path, layer in _linears(block).items() if path not in multiplied)
         sizes += [layer.in_features * layer.out_features * dtype.itemsize for layer in dequantized]
     return max(sizes)
 
 
-def _held_slots(slots: Iterable[int], factors: Iterable[int], offload: OffloadPlan) -> int:
-    """Return the bytes of blocks on the device, with their adapters."""
-    blocks = [sum(pair) for pair in zip(slots, factors, strict=True)]
-    if offload.mode is not OffloadMode.BLOCKS:
-        return sum(blocks)
-    return streaming_bytes(blocks, resident=offload.resident_blocks or 1)
-
-
-@lru_cache(maxsize=16)
-def _factor_bytes(
-    config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int, modulation_on_host: bool
-) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of adapters outside the blocks, which are whole on every rank, and in each block."""
-    model, stacks = one_block_of_each(config), repeated_blocks(config)
-    splits = {f"{stack.module_path}.0.{linear.path}": linear.split for stack in stacks for linear in stack.linears}
-    in_blocks = {f"{stack.module_path}.{index}": 0 for stack in stacks for index in range(stack.count)}
-    outside, on_host = 0, modulation_layers(config) if modulation_on_host else ()
-    for path, rank in loras:
-        if path in on_host:
-            continue
-        first = in_first_block(path)
-        layer, split, block = model.get_submodule(first), splits.get(first), ".".join(path.split(".")[:2])
-        assert isinstance(layer, nn.Linear)
-        a, b = rank * layer.in_features, rank * layer.out_features
-        if block in in_blocks:
-            a, b = a // tensor if split is Split.ROW else a, b // tensor if split is Split.COLUMN else b
-            in_blocks[block] += aligned(a * dtype.itemsize) + aligned(b * dtype.itemsize)
-        else:
-            outside += (a + b) * dtype.itemsize
-    return outside, tuple(in_blocks.values())
-
-
-def _stored_blocks(
-    config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, tensor: int
-) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    return _blocks(config, dtype, tensor, offload.modulation_on_host, offload.fp8_storage, offload.linear)
+def _stored(
+    config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, tensor: int = 1, loras: LoraRanks = ()
+) -> tuple[int, Blocks]:
+    form = OffloadPlan(
+        modulation_on_host=offload.modulation_on_host, fp8_storage=offload.fp8_storage, linear=offload.linear
+    )
+    return _stored_in(form, config, dtype, tensor, loras)
 
 
 @lru_cache(maxsize=64)
-def _blocks(
-    config: MMDiTConfig,
-    dtype: torch.dtype,
-    tensor: int = 1,
-    without_modulation: bool = False,
-    fp8_storage: bool = False,
-    linear: LinearProducts = LinearProducts.EXACT,
-) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    """Return every stack with one of its blocks, as a rank with the largest share stores it, on the meta device."""
+def _stored_in(
+    form: OffloadPlan, config: MMDiTConfig, dtype: torch.dtype, tensor: int, loras: LoraRanks
+) -> tuple[int, Blocks]:
+    """Return the bytes outside the blocks, and every stack with one of its blocks, as a rank with the largest share
+    stores them, on the meta device. The block has the largest adapters of its stack.
+    """
     model = deepcopy(one_block_of_each(config))
     with on_meta():
         keep_largest_share(model, tensor)
     model.to(dtype)
+    for path in modulation_layers(model.config) if form.modulation_on_host else ():
+        model.set_submodule(path, nn.Identity())
     blocks = tuple(
         (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
     )
     for stack, block in blocks:
-        for path in stack.modulation if without_modulation else ():
-            block.set_submodule(path, nn.Identity())
+        multiplied = {each.path for each in stack.linears} if form.linear is not LinearProducts.EXACT else ()
         for path, layer in _linears(block).items():
-            if fp8_storage or (linear is not LinearProducts.EXACT and path in {each.path for each in stack.linears}):
+            if form.fp8_storage or path in multiplied:
                 values = torch.empty_like(layer.weight, dtype=torch.float8_e4m3fn)
                 scale = torch.empty(layer.out_features, 1, device="meta")
                 block.set_submodule(path, StoredLinear(layer, values, scale))
-    return blocks
+    for path, rank in largest_ranks(loras).items():
+        if isinstance(base := model.get_submodule(path), nn.Linear):
+            shapes = (rank, base.in_features), (base.out_features, rank)
+            factors = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+            model.set_submodule(path, LowRankLinear(base, *factors))
+    return _weight_bytes(model) - sum(_weight_bytes(block) for _, block in blocks), blocks
 
 
 def _weight_bytes(block: nn.Module) -> int:

@@ -14,8 +14,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.hardware import Hardware, rank_hardware
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.offload import TEXT, StageMemory
-from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
+from opensora_cli.engine.estimate.offload import TEXT, HostMemory, StageMemory, verdict_line
 from opensora_cli.engine.generate.plan import (
     DRAFT,
     PICTURE,

@@ -16,8 +16,8 @@ from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.few_steps import require_turbo
 from opensora_cli.engine.components.parallelize import PlannedExchange
 from opensora_cli.engine.components.weights import Component, require_weights_of, warn_of_missing
-from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.estimate.verdict import HostMemory, PredictedTime
+from opensora_cli.engine.estimate.offload import HostMemory, OffloadPlan
+from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.generate.chain import Chain, make_chain, note_exceptions, require_fit
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, note_earlier_work
 from opensora_cli.engine.generate.predicted import predict_known_time

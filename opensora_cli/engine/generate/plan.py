@@ -33,13 +33,13 @@ from opensora_cli.engine.estimate.generation import computes_modulation_first, e
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
     DECODE,
+    HostMemory,
     Offloadable,
     OffloadPlan,
     StageMemory,
     choose_offload,
     stronger_offload,
 )
-from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.estimate.weights import FileWeights, file_weights, streamed_bytes
 from opensora_cli.engine.generate.request import PICTURE_MODE, pixel_size, size_of_picture
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape

@@ -21,6 +21,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     DECODING,
     ENCODING,
     Links,
+    PredictedTime,
     Seconds,
     autoencoder_seconds,
     copied,
@@ -28,7 +29,6 @@ from opensora_cli.engine.estimate.predicted_time import (
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.transformer import evaluation_work
-from opensora_cli.engine.estimate.verdict import PredictedTime
 from opensora_cli.engine.estimate.weights import bytes_of_blocks, modulation_bytes, streamed_bytes
 from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Plan

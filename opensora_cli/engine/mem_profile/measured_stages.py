@@ -55,7 +55,6 @@ from opensora_cli.settings.devices import OffloadMode
 
 MOST_ON_A_CPU = 4 * 2**30
 """Limit in bytes; with much more, a CPU would compute for hours."""
-OUT_OF_MEMORY = "there was not enough memory after all"
 _WEIGHTS, _BESIDE_WEIGHTS = "weights", "data and activations"
 _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -94,30 +93,34 @@ def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> st
     return None
 
 
-def profile_generation(
-    plan: Plan, *, runs: int = 0, reporter: Reporter
-) -> tuple[tuple[StageProfile, ...], list[TensorBytes]]:
-    """Return the profiles of all stages of a plan, and the counters of the measured ones.
+def profile_generation(plan: Plan, *, runs: int = 0, reporter: Reporter) -> tuple[StageProfile, ...]:
+    """Return the profiles of all stages of a plan.
 
     Measured stages are timed in `runs` more runs. Too large or slow stages are only predicted. Weights may be missing.
     """
     profiles: list[StageProfile] = []
-    counters: list[TensorBytes] = []
+    streamed = {TEXT: Component.T5} if plan.offload.stream_text else {}
+    if plan.offload.mode is OffloadMode.BLOCKS:
+        streamed[DENOISE] = Component.TRANSFORMER
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
         for stage in plan.stages:
-            weights, beside = stage.weight_bytes, stage.data_bytes + stage.activation_bytes
-            streamed = _streamed_bytes(plan, stage.name)
+            weights, beside, on_host = stage.weight_bytes, stage.data_bytes + stage.activation_bytes, 0
+            if stage.name in streamed:
+                on_host = plan.parameters[streamed[stage.name]] * plan.hardware.dtype.itemsize
             if plan.hardware.device.type == "cpu":
                 # Random weights are in memory, not mapped from a file.
-                weights += streamed or stage.mapped_bytes
-            reason = why_not_measured(weights + beside, plan.hardware, weights=streamed)
+                weights += on_host or stage.mapped_bytes
+            reason = why_not_measured(weights + beside, plan.hardware, weights=on_host)
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
-            result = try_stage(plan, stage.name, runs=runs) if reason is None else None
+            result = None
+            if reason is None:
+                result = unless_out_of_memory(partial(measure_stage, plan, stage.name, runs=runs))
+                release_memory(plan.hardware.device)
             sizes = {_WEIGHTS: weights, _BESIDE_WEIGHTS: beside}
             profile = partial(StageProfile, name=stage.name, predicted_bytes=weights + beside)
             if result is None:
-                profiles.append(profile(parts=parts_of(sizes), not_measured=reason or OUT_OF_MEMORY))
+                profiles.append(profile(parts=parts_of(sizes), not_measured=reason or "out of memory"))
             else:
                 counter, held = result.counter, result.counter.marks[0].live_bytes
                 measured = profile(
@@ -128,24 +131,8 @@ def profile_generation(
                     times=result.times,
                 )
                 profiles.append(measured)
-                counters.append(counter)
             progress.advance()
-    return tuple(profiles), counters
-
-
-def _streamed_bytes(plan: Plan, name: str) -> int:
-    """Return the bytes of weights that a stage keeps in the host's memory, if it streams them from there."""
-    streamed = {TEXT: Component.T5} if plan.offload.stream_text else {}
-    if plan.offload.mode is OffloadMode.BLOCKS:
-        streamed[DENOISE] = Component.TRANSFORMER
-    return plan.parameters[streamed[name]] * plan.hardware.dtype.itemsize if name in streamed else 0
-
-
-def try_stage(plan: Plan, name: str, *, runs: int) -> Measured | None:
-    """Return the result of `measure_stage`; None means that memory was not enough."""
-    result = unless_out_of_memory(partial(measure_stage, plan, name, runs=runs))
-    release_memory(plan.hardware.device)
-    return result
+    return tuple(profiles)
 
 
 def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:

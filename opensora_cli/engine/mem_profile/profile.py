@@ -1,11 +1,13 @@
 """`osora mem-profile`: predicted and measured memory of a generation or a training."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from opensora_cli.core.device import device_module, is_gpu
 from opensora_cli.core.device_names import GPU
-from opensora_cli.core.files import require_writable
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.files import atomic_path, require_writable
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.generate.dry_run import chain_to_plan
@@ -13,8 +15,7 @@ from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
-from opensora_cli.engine.mem_profile.files import profile_figure, recorded_history, write_snapshot
+from opensora_cli.engine.mem_profile.attention import attention_costs
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
 from opensora_cli.engine.mem_profile.report import (
     LargestBatch,
@@ -23,6 +24,7 @@ from opensora_cli.engine.mem_profile.report import (
     Timeline,
     module_shares,
     parts_of,
+    profile_figure,
 )
 from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
@@ -38,6 +40,7 @@ from opensora_cli.settings.train import TrainSettings
 
 LARGEST_BATCH = 1024
 """Largest batch that is tried."""
+_MOST_EVENTS = 200_000
 _HELD = "held for backward"
 _PREDICTED = "nothing: all is predicted"
 
@@ -82,12 +85,8 @@ def _profile_generation(
     plan, hardware, model = chain.video, chain.video.hardware, chain.settings.model
     if others := ", ".join(role for role in chain.by_role if role != VIDEO):
         reporter.note(f"the verdict includes {others}, which is no part of the stages")
-    with ExitStack() as stack:
-        if settings.snapshot is not None:
-            stack.enter_context(recorded_history(hardware.device))
-        stages, counters = profile_generation(plan, runs=settings.runs, reporter=reporter)
-        if settings.snapshot is not None:
-            write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)
+    with _recorded_history(settings, hardware):
+        stages = profile_generation(plan, runs=settings.runs, reporter=reporter)
     predicted = predict_known_time(chain, on)
     return MemProfile(
         verdict=chain.verdict(None if predicted is None else predicted.seconds),
@@ -96,10 +95,9 @@ def _profile_generation(
         of=f"generating with {model.name}, {plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
         device=str(hardware.device),
         device_name=hardware.device_name,
-        how=_how(hardware, "two sampling steps") if counters else _PREDICTED,
+        how=_how(hardware, "two sampling steps") if any(stage.measured_bytes for stage in stages) else _PREDICTED,
         stages=stages,
         notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
-        techniques=compare_generation(plan, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, model, reporter=reporter) if settings.compare else (),
         files=_files(settings),
     )
@@ -129,8 +127,6 @@ def _profile_training(
             progress.advance()
     shown = measured or predicted
     judged = judge(what, predicted.rank, machine=on)
-    if settings.snapshot is not None:
-        write_snapshot(Path(settings.snapshot), [shown.counter], device=hardware.device, replace=settings.overwrite)
     limit = settings.memory_limit or judged.free_bytes or hardware.free_bytes
     compares_attention = settings.compare and what.trains_transformer
     devices = f", devices {what.parallel.describe(what.strategy)}" if ranks > 1 else ""
@@ -158,11 +154,32 @@ def _profile_training(
         device_name=hardware.device_name if on is None else on.gpu.device_name,
         how=_PREDICTED if measured is None else _how(hardware, f"{steps} steps"),
         stages=(stage,),
-        techniques=compare_training(what, hardware, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, what.model, reporter=reporter) if compares_attention else (),
         batch=_training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
         files=_files(settings),
     )
+
+
+@contextmanager
+def _recorded_history(settings: MemProfileSettings, hardware: Hardware) -> Iterator[None]:
+    """Write the allocations inside the block to `settings.snapshot`, as PyTorch's allocator on a GPU records them."""
+    if settings.snapshot is None:
+        yield
+        return
+    if not is_gpu(hardware.device):
+        raise HardwareError(
+            f"snapshot={settings.snapshot} needs a GPU, whose allocator records it, and this is {hardware.device}",
+            hint="use --plot FILE.png",
+        )
+    memory = device_module(hardware.device).memory
+    # C++ frames would make the file many times as large, and slow down every allocation.
+    memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python", clear_history=True)
+    try:
+        yield
+        with atomic_path(Path(settings.snapshot), replace=settings.overwrite) as temporary:
+            memory._dump_snapshot(str(temporary))
+    finally:
+        memory._record_memory_history(enabled=None)
 
 
 def _how(hardware: Hardware, steps: str) -> str:

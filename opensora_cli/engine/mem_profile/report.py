@@ -1,18 +1,24 @@
-"""The result of a memory profile: a document, and lines for people."""
+"""The result of a memory profile: a document, lines for people, and a chart."""
 
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.estimate.verdict import HostMemory
+from opensora_cli.engine.estimate.offload import HostMemory
+from opensora_cli.media.plots import new_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import Spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MIB = 2**20
 
 _TIMELINE_POINTS = 160
 _LISTED_MODULES = 8
+_BAR = 0.4
 
 
 class Part(Document):
@@ -106,34 +112,6 @@ class StageProfile(Document):
         return found
 
 
-class Technique(Document):
-    """One row of the comparison. A technique that cannot be measured here has a reason instead of numbers."""
-
-    name: str
-    saved_bytes: int | None = None
-    """Saved bytes, below 0 if the technique takes more memory."""
-    saved_share: float | None = None
-    """Share of the memory without the technique that it saves."""
-    time_added: float | None = None
-    """Relative change of the time; 0.2 means a fifth longer."""
-    of: str = ""
-    """Subject of the comparison."""
-    reason: str | None = None
-
-    @classmethod
-    def compared(cls, name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> Self:
-        """Return the row of a technique from bytes and seconds without it and with it."""
-        saved = before[0] - after[0]
-        added = after[1] / before[1] - 1 if before[1] else 0.0
-        return cls(name=name, saved_bytes=saved, saved_share=saved / max(before[0], 1), time_added=added, of=of)
-
-    def line(self) -> str:
-        if self.saved_bytes is None or self.saved_share is None or self.time_added is None:
-            return f"  {self.name:46}{self.reason}"
-        saved = f"{mib(self.saved_bytes):>14}{self.saved_share:>8.1%}{self.time_added:>+9.1%}"
-        return f"  {self.name:46}{saved}   {self.of}"
-
-
 class AttentionCost(Document):
     """Cost of one kind of attention over a number of tokens, without gradients."""
 
@@ -167,9 +145,9 @@ class LargestBatch(Document):
 
 
 class MemProfile(Document):
-    """Whole memory profile: a document of the schema `osora.mem-profile/5`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/6`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.mem-profile/5"
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/6"
 
     verdict: str
     """Whether the run fits, its memory, and its predicted time, as `--dry-run` says it."""
@@ -184,7 +162,6 @@ class MemProfile(Document):
     """Description of the measurement in a sentence."""
     stages: tuple[StageProfile, ...]
     notes: tuple[str, ...] = ()
-    techniques: tuple[Technique, ...] = ()
     attention: tuple[AttentionCost, ...] = ()
     batch: LargestBatch | None = None
     files: dict[str, str]
@@ -203,9 +180,6 @@ class MemProfile(Document):
         if self.device != "cpu" and self.host is not None:
             found.append(f"host        {self.host.line()}")
         found += [f"note        {note}" for note in self.notes]
-        if self.techniques:
-            found += ["", f"  {'technique':46}{'memory saved':>14}{'':8}{'time':>9}"]
-            found += [technique.line() for technique in self.techniques]
         if self.attention:
             found += ["", f"  {'attention':24}{'tokens':>10}{'memory':>16}{'time':>14}"]
             found += [cost.line() for cost in self.attention]
@@ -235,3 +209,50 @@ def module_shares(by_weight: Mapping[str, tuple[int, int]], made: Mapping[str, i
 def mib(size: int | None) -> str:
     """Return bytes for people, always in the same unit, so that columns are comparable."""
     return "-" if size is None else f"{size / MIB:,.2f} MiB"
+
+
+def profile_figure(profile: MemProfile) -> "Figure":
+    """Return the figure. Raises HardwareError if matplotlib cannot be imported."""
+    timelines = [(stage.name, stage.timeline) for stage in profile.stages if stage.timeline is not None]
+    figure = new_figure(height=3.0 + 2.5 * len(timelines))
+    peaks, *curves = figure.subplots(1 + len(timelines), 1, squeeze=False)[:, 0]
+    # Names are plain text: two dollar signs would begin a formula.
+    figure.suptitle(f"Memory of {profile.of}\n{profile.device} ({profile.device_name})", parse_math=False)
+    _plot_peaks(peaks, profile)
+    for axes, (name, timeline) in zip(curves, timelines, strict=True):
+        _plot_timeline(axes, name, timeline)
+    return figure
+
+
+def _plot_peaks(axes: "Axes", profile: MemProfile) -> None:
+    rows = list(range(len(profile.stages)))
+    predicted = [stage.predicted_bytes for stage in profile.stages]
+    measured = [stage.measured_bytes for stage in profile.stages]
+    for label, shift, sizes in (("predicted", -_BAR / 2, predicted), ("measured", _BAR / 2, measured)):
+        bars = axes.barh([row + shift for row in rows], [(size or 0) / MIB for size in sizes], _BAR, label=label)
+        axes.bar_label(bars, [mib(size) for size in sizes], padding=3)
+    axes.set_yticks(rows, [stage.name for stage in profile.stages])
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("peak (MiB)")
+    axes.legend()
+
+
+def _plot_timeline(axes: "Axes", name: str, timeline: Timeline) -> None:
+    sizes = [size / MIB for size in timeline.live_bytes]
+    steps = max(len(sizes) - 1, 1)
+    axes.plot([index / steps for index in range(len(sizes))], sizes)
+    for mark, place in timeline.marks:
+        axes.axvline(place, linestyle=":", color="gray")
+        axes.annotate(
+            mark,
+            (place, 0),
+            xytext=(-3 if place > 0.5 else 3, 3),
+            textcoords="offset points",
+            parse_math=False,
+            ha="right" if place > 0.5 else "left",
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_title(name, parse_math=False)
+    axes.set_ylabel("in use (MiB)")
+    axes.set_xlabel("allocations and releases, from first to last")

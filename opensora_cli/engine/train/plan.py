@@ -18,7 +18,8 @@ from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, pick_hardware
 from opensora_cli.engine.components.parallelize import describe_exchange
-from opensora_cli.engine.estimate.verdict import HostMemory, PredictedTime, verdict_line
+from opensora_cli.engine.estimate.offload import HostMemory, verdict_line
+from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.build import count_parameters, plan_attention
 from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange

@@ -28,6 +28,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     TRAFFIC,
     UPDATE,
     Links,
+    PredictedTime,
     Seconds,
     autoencoder_seconds,
     copied,
@@ -35,7 +36,6 @@ from opensora_cli.engine.estimate.predicted_time import (
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.transformer import evaluation_work
-from opensora_cli.engine.estimate.verdict import PredictedTime
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
 from opensora_cli.engine.train.memory import largest_batch_shape, plan_activations, plan_frozen_weights

@@ -14,7 +14,7 @@ from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.components.linear_products import use_in_block
-from opensora_cli.engine.estimate import autoencoder, transformer
+from opensora_cli.engine.estimate import autoencoder
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.outlines import HOST
@@ -231,40 +231,6 @@ def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
     assert 1 / 2 < (alone - three) / whole < 2 / 3
     assert (alone - four) / whole == pytest.approx(3 / 4, abs=0.02)
     assert alone == five
-
-
-MANY_TILES: dict[str, object] = {
-    **VARIANTS["tiles"],
-    "vae.block_out_channels": (8, 8, 8),
-    "vae.norm_num_groups": 4,
-    "vae.spatial_compression_ratio": 4,
-    "vae.sample_size": 16,
-    "vae.sample_tsize": 16,
-    "video.num_frames": 17,
-    "video.height": 192,
-    "video.width": 320,
-    "condition.mode": "v2v_head",
-    "condition.references": ("any.mp4",),
-}
-"""A clip of 16 x 27 tiles."""
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("changes", "device_type"),
-    [
-        ({}, "cuda"),
-        ({"video.num_frames": 61, "video.max_frames": 61, "video.height": 64}, "cpu"),
-    ],
-)
-def test_many_tiles_and_chunks_follow_from_a_few(changes, device_type, monkeypatch: pytest.MonkeyPatch):
-    plan, offload = plan_of({**MANY_TILES, **changes}), OffloadPlan(chunk_tokens=64)
-    few = estimated(plan, offload, device_type)
-    for module in (transformer, autoencoder):
-        monkeypatch.setattr(module, "extrapolated", lambda count, length, **_: count(length))
-    whole = estimated(plan, offload, device_type)
-    for name in ("encode", "denoise", "decode"):
-        assert beside_weights(few[name]) == pytest.approx(beside_weights(whole[name]), rel=0.01), name
 
 
 @pytest.mark.parametrize(

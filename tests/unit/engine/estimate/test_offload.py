@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from opensora_cli.engine.estimate.offload import (
+    HostMemory,
     Offloadable,
     OffloadPlan,
     StageMemory,
     choose_offload,
     keep_models,
     stronger_offload,
+    verdict_line,
 )
 from opensora_cli.settings.devices import HostWeights, MemorySettings, OffloadMode
 
@@ -163,3 +165,30 @@ def test_a_model_that_a_run_does_not_need_is_kept_if_there_is_room():
         [StageMemory("decode", 5, 3, 20)], budget=120, loaded={"transformer": 80, "text encoders": 9}
     )
     assert decode.kept == (("transformer", 80),)
+
+
+GIB = 2**30
+HOST = HostMemory(pinned_bytes=20 * GIB, page_cache_bytes=4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("usable", "on_gpu", "seconds", "expected"),
+    [
+        (23, True, 177, "Fits: 16.9 of 23.0 GiB GPU memory, 24.0 GiB host memory, about 3 min (predicted)"),
+        (12, True, None, "Does not fit: 16.9 of 12.0 GiB GPU memory, 24.0 GiB host memory"),
+        (None, True, None, "Unknown: 16.9 GiB GPU memory, 24.0 GiB host memory"),
+        (64, False, None, "Fits: 16.9 of 64.0 GiB host memory, 4.0 GiB page cache"),
+    ],
+)
+def test_a_verdict(usable: int | None, on_gpu: bool, seconds: float | None, expected: str) -> None:
+    bytes_ = None if usable is None else usable * GIB
+    line = verdict_line(needed=round(16.9 * GIB), usable=bytes_, on_gpu=on_gpu, host=HOST, seconds=seconds)
+    assert line == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(1.6, "2 s"), (119, "119 s"), (7300, "2 h"), (7100, "118 min"), (200_000, "2 days")]
+)
+def test_a_time_has_one_unit(seconds: float, expected: str) -> None:
+    line = verdict_line(needed=1, usable=1, on_gpu=True, host=HOST, seconds=seconds)
+    assert line.endswith(f"about {expected} (predicted)")

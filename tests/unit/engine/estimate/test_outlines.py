@@ -121,7 +121,7 @@ def operations(changes, monkeypatch):
     """Return how many operations a plan of the demo runs on outlines."""
     count = 0
     for cached in (
-        transformer._with_few_blocks,
+        transformer.sampling_need,
         autoencoder.decoding_need,
         autoencoder._encoding_need,
         generation._text_need,

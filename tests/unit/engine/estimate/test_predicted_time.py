@@ -11,6 +11,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     PRODUCTS,
     TRAFFIC,
     Links,
+    PredictedTime,
+    Seconds,
     copied,
     exchange_seconds,
     kernel_seconds,
@@ -88,3 +90,16 @@ def test_exchanges_for_heads_and_sums_are_waited_for() -> None:
     assert waited(MeshShape(tensor=2), attention=1.0) == pytest.approx(76 * 8192 * 3072 * 2 / 370e9)
     assert waited(MeshShape()) == 0.0
     assert waited(MeshShape(guidance=2)) == pytest.approx(8000 * 64 * 2 / 370e9)
+
+
+def test_a_document_says_that_it_is_predicted_and_begins_with_what_dominates() -> None:
+    stages = {"load": Seconds({COPIES: 1.0}), "denoise": Seconds({ATTENTION: 300.0, PRODUCTS: 100.0})}
+    found = PredictedTime.of_stages(stages, read_machine("H100").gpu, devices=8, of="for 1 sample", left_out="disks")
+    assert found.seconds == 401.0
+    assert found.stages_s == {"load": 1.0, "denoise": 400.0}
+    assert list(found.parts_s.items()) == [(ATTENTION, 300.0), (PRODUCTS, 100.0), (COPIES, 1.0)]
+    assert found.to_json()["predicted"] is True
+    first, parts, left_out = found.lines()
+    assert first == "predicted 6 min 41 s for 1 sample on 8xH100, not measured: load 1 s, denoise 6 min 40 s"
+    assert parts == "parts     attention 5 min 00 s, matrix products 1 min 40 s, host copies 1 s"
+    assert left_out == "left out  disks"

@@ -2,17 +2,16 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.mem_profile.files import profile_figure
+from opensora_cli.engine.estimate.offload import HostMemory
 from opensora_cli.engine.mem_profile.report import (
     AttentionCost,
     LargestBatch,
     MemProfile,
     Part,
     StageProfile,
-    Technique,
     Timeline,
     module_shares,
+    profile_figure,
 )
 from opensora_cli.media.plots import write_figure
 from opensora_cli.memory.counting import TensorBytes
@@ -45,24 +44,23 @@ def profile() -> MemProfile:
         device_name="a & b",
         how="by counting",
         stages=(measured, predicted),
-        techniques=(
-            Technique.compared("good", before=(4 * MIB, 2.0), after=(MIB, 3.0), of="a step"),
-            Technique(name="absent", reason="not here"),
+        attention=(
+            AttentionCost(kind="flash", tokens=512, memory_bytes=MIB, seconds=0.5),
+            AttentionCost(kind="absent", tokens=512, reason="not here"),
         ),
-        attention=(AttentionCost(kind="flash", tokens=512, memory_bytes=MIB, seconds=0.5),),
         batch=LargestBatch(batch_size=3, limit_bytes=9 * MIB, peak_bytes=8 * MIB),
         files={"plot": "memory.svg"},
     )
 
 
-def test_lines_have_stages_techniques_and_files():
+def test_lines_have_stages_attention_and_files():
     lines = profile().lines()
     assert lines[0] == "Fits: 0.0 of 1.0 GiB GPU memory"
     assert "host        page-locked 0.0 GiB, page cache 1.0 GiB for files of weights" in lines
     assert "  peak                                   20.00 MiB     25.00 MiB   predicted / measured 0.800" in lines
     assert "  not measured: too <large>" in lines
-    assert any(line.split() == ["good", "3.00", "MiB", "75.0%", "+50.0%", "a", "step"] for line in lines)
-    assert any(line.split() == ["absent", "not", "here"] for line in lines)
+    assert any(line.split() == ["flash", "512", "1.00", "MiB", "500.0", "ms"] for line in lines)
+    assert any(line.split() == ["absent", "512", "not", "here"] for line in lines)
     assert "batch       3 fits into 9.00 MiB: 8.00 MiB at the peak (predicted)" in lines
     assert lines[-1] == "wrote       memory.svg"
 

@@ -1,5 +1,8 @@
 import pytest
+import torch
+from torch import nn
 
+from opensora_cli.engine.mem_profile.measured_stages import fill_randomly
 from opensora_cli.engine.mem_profile.profile import largest_batch
 from opensora_cli.engine.mem_profile.report import LargestBatch
 
@@ -32,3 +35,16 @@ def test_no_batch_fits():
 def test_the_search_ends_at_its_largest_batch(most: int):
     found, tried = search(1, 10**9, most=most)
     assert found.batch_size == max(tried) == most
+
+
+def test_random_weights_are_frozen_and_shared_ones_stay_shared():
+    with torch.device("meta"):
+        layers = nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3)])
+        layers.append(layers[0])
+    fill_randomly(layers, torch.device("cpu"))
+    weights = dict(layers.named_parameters())
+    # A model that trains would decode all frames at once.
+    assert not any(weight.requires_grad or weight.is_meta for weight in weights.values())
+    assert layers[2].weight is layers[0].weight
+    assert isinstance(layers[0].weight, nn.Parameter)
+    assert not layers[1].running_mean.is_meta
