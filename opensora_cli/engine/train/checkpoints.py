@@ -6,6 +6,7 @@ All tensors are whole and have names, so that a run can be resumed with another 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -233,10 +234,8 @@ def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
     """Rename the checkpoints that are newer than `folder` because the resumed run will write its own."""
     folders = all_epoch_folders(output)
     for each in folders[: folders.index(folder)] if folder in folders else folders:
-        aside, number = each.with_name(f"aside-{each.name}"), 1
-        while aside.exists():
-            number += 1
-            aside = each.with_name(f"aside-{number}-{each.name}")
+        names = (each.with_name(f"aside-{number}-{each.name}") for number in count(1))
+        aside = next(path for path in names if not path.exists())
         try:
             each.rename(aside)
         except OSError as error:

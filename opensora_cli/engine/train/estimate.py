@@ -107,8 +107,8 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
 
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
-    # Evaluations of a teacher take turns, and one needs the memory of all.
-    settings = settings.replace({"train_distill.teacher_steps": 1})
+    # Evaluations of an adapter and its teacher take turns, and one needs the memory of all.
+    settings = settings.replace({"train_distill.steps": 1, "train_distill.teacher_steps": 1})
     with on_meta():
         task, frozen = find_objective(settings).stand_in(settings)
     for module in frozen:

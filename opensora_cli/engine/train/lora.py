@@ -86,14 +86,10 @@ def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
     ranks = {update.a.shape[0] for update in found}
     alphas = {f"{update.scale * update.a.shape[0]:.5g}" for update in found}
     targets = [target for target in LoraTarget if any(_target_of(path) is target for path in layers)]
-    alpha = min(ranks) if settings.alpha is None else settings.alpha
-    asked_targets = [target for target in LoraTarget if target in settings.targets]
-    forms = {
-        "rank": (ranks, [settings.rank]),
-        "alpha": (alphas, [f"{alpha:.5g}"]),
-        "targets": (targets, asked_targets),
-    }
-    own, asked = ({name: ",".join(map(str, form[side])) for name, form in forms.items()} for side in (0, 1))
+    alpha = min(ranks, default=settings.rank) if settings.alpha is None else settings.alpha
+    in_order = [target for target in LoraTarget if target in settings.targets]
+    own = {"rank": ",".join(map(str, ranks)), "alpha": ",".join(alphas), "targets": ",".join(targets)}
+    asked = {"rank": f"{settings.rank}", "alpha": f"{alpha:.5g}", "targets": ",".join(in_order)}
     wrong = [name for name in own if own[name] != asked[name]]
     if wrong:
         differences = "; ".join(f"it has lora.{name}={own[name]}, not {asked[name]}" for name in wrong)

@@ -101,8 +101,6 @@ class ActivationPlan(Document):
     checkpointing: Checkpointing
     checkpointed_blocks: dict[str, int]
     """Path of each stack of blocks -> number of checkpointed blocks, counted from the first."""
-    host_bytes: int
-    """Bytes of activations on the host after the forward pass of the largest micro-batch; 0 without offload."""
 
     def line(self) -> str:
         words = "checkpoints in " + " and ".join(f"{count} {path}" for path, count in self.checkpointed_blocks.items())
@@ -110,7 +108,7 @@ class ActivationPlan(Document):
             case Checkpointing.SELECTIVE:
                 words += ", results of attention are kept"
             case Checkpointing.OFFLOAD:
-                words += f", their inputs on the host ({format_bytes(self.host_bytes)})"
+                words += ", their inputs on the host"
         return words
 
 
@@ -124,15 +122,7 @@ def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
     blocks = {
         stack.module_path: stack.count if count is None else count for stack, count in zip(stacks, chosen, strict=True)
     }
-    host_bytes = 0
-    if memory.checkpointing is Checkpointing.OFFLOAD:
-        axes = settings.parallel.axes(settings.strategy)
-        # Inputs have the dtype of the weights in use, also under autocast. The output layer is checkpointed, too.
-        is_gathered = settings.strategy.shards and settings.parallel.world_size > 1
-        halves = settings.precision.compute is Compute.BF16 and (is_gathered or settings.lora.is_on)
-        values = layer_values(settings) // (axes["ring"] * axes["ulysses"])
-        host_bytes = (sum(blocks.values()) + 1) * values * (2 if halves else 4)
-    return ActivationPlan(checkpointing=memory.checkpointing, checkpointed_blocks=blocks, host_bytes=host_bytes)
+    return ActivationPlan(checkpointing=memory.checkpointing, checkpointed_blocks=blocks)
 
 
 class FrozenWeights(Document):

@@ -17,12 +17,11 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, pick_hardware
-from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.offload import HostMemory, verdict_line
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.build import count_parameters, plan_attention
-from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
+from opensora_cli.engine.train.distribution import training_device, training_exchange
 from opensora_cli.engine.train.early import find_checkpoint, find_frozen_weights
 from opensora_cli.engine.train.estimate import RankMemory, estimate_training
 from opensora_cli.engine.train.lora import open_first_adapter
@@ -72,8 +71,6 @@ class TrainPlan(Document):
     """Plan for activations between forward and backward. None means that all of them stay on the device."""
     frozen_weights: FrozenWeights | None
     """Storage of frozen blocks in adapter training. None means on the device, in the compute dtype."""
-    exchange: str | None
-    """Description of the exchange of tokens for heads between ranks. None means no exchange."""
     memory: RankMemory | None = None
     """Memory of a rank; None if it was not estimated."""
     attention: AttentionPlan | None
@@ -111,7 +108,6 @@ class TrainPlan(Document):
             ("parameters", f"{self.parameters:,}"),
             ("steps", steps),
             ("devices", self.ranks > 1 and settings.parallel.describe(settings.strategy)),
-            ("exchange", self.exchange),
             ("threads", self.threads.line()),
             ("output", f"{self.output}: {', '.join(self.exports)}"),
             *(("memory", line) for line in self.memory_lines),
@@ -158,7 +154,7 @@ def plan_training(
     """
     if machine is not None:
         settings = settings_on(settings, machine)
-    exchange, shape = training_exchange(settings), mesh_shape(settings.strategy, settings.parallel)
+    training_exchange(settings)  # refuses an exchange that these ranks cannot make
     if settings.lora.is_on:
         require_peft()
         if settings.lora.init is not None:
@@ -187,7 +183,6 @@ def plan_training(
         activations=plan_activations(settings),
         frozen_weights=plan_frozen_weights(settings),
         attention=_attention(settings, machine),
-        exchange=describe_exchange(settings.parallel, exchange, shape) if shape.ulysses > 1 else None,
         settings=settings,
         resume_from=resume,
         overwrite=overwrite,

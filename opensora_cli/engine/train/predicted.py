@@ -25,7 +25,6 @@ from opensora_cli.engine.estimate.predicted_time import (
     COLLECTIVES,
     ENCODING,
     TEXT,
-    TRAFFIC,
     UPDATE,
     Links,
     PredictedTime,
@@ -38,7 +37,7 @@ from opensora_cli.engine.estimate.predicted_time import (
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
-from opensora_cli.engine.train.memory import largest_batch_shape, plan_activations, plan_frozen_weights
+from opensora_cli.engine.train.memory import largest_batch_shape, layer_values, plan_activations, plan_frozen_weights
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
@@ -55,8 +54,6 @@ _UPDATE_BYTES = 40
 and the gradient twice more for clipping."""
 _FP32 = 4
 _ON_CPU = ", updating weights on the CPU"
-_DEQUANTIZED_BYTES = 3
-"""Bytes to dequantize a weight: 8 bits are read, and 16 are written."""
 
 
 def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | None:
@@ -123,8 +120,7 @@ class _Step:
         )
         # In backward, gradients of keys and values in fp32 are sent in addition to keys and values.
         passes = [(self.config, forward, 1.0), (self.config, backward, 3.0)]
-        computes_again = plan is not None and any(plan.checkpointed_blocks.values())
-        if plan is not None and computes_again:
+        if plan is not None and any(plan.checkpointed_blocks.values()):
             double, single = plan.checkpointed_blocks.values()
             checkpointed = self.config.replace({"depth": double, "depth_single_blocks": single})
             again = self._forward(checkpointed)
@@ -134,12 +130,10 @@ class _Step:
         passes.append((self.config, forward * self.more, self.more))
         found = sum((self._pass(*each) for each in passes), Seconds())
         computed, weights = found.total, plan_frozen_weights(settings)
-        if plan is not None and plan.host_bytes:
-            found += copied(gpu, 2 * plan.host_bytes, pinned=True)
-        if weights is not None and weights.fp8_storage:
-            # Weights are dequantized in each forward pass of a block, and reused in its backward pass.
-            dequantized = (1 + computes_again + self.more) * _DEQUANTIZED_BYTES * self.numbers
-            found += {TRAFFIC: gpu.memory_rate.seconds(dequantized)}
+        if plan is not None and plan.checkpointing is Checkpointing.OFFLOAD:
+            # The output layer is checkpointed, too.
+            inputs = (sum(plan.checkpointed_blocks.values()) + 1) * layer_values(settings) * self.dtype.itemsize
+            found += copied(gpu, 2 * inputs / (self.mesh.ring * self.mesh.ulysses), pinned=True)
         if weights is not None and weights.host_weights is not None:
             # Weights are copied once for each forward pass, and again for backward.
             pinned = weights.host_weights is HostWeights.PINNED

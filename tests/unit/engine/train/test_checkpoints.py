@@ -229,7 +229,7 @@ class TestChoose:
         chosen = self.choose(path(output), folder)
         assert chosen == path(output) / folder.name
         set_aside_newer(path(output), chosen, reporter=Listener())
-        assert names(run) == ["aside-epoch0-global_step3", "epoch0-global_step1", "epoch0-global_step2"]
+        assert names(run) == ["aside-1-epoch0-global_step3", "epoch0-global_step1", "epoch0-global_step2"]
         self.spoil(folder)
         with pytest.raises(CheckpointError) as caught:
             self.choose(path(output), folder)

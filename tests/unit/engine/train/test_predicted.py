@@ -11,7 +11,6 @@ from opensora_cli.engine.estimate.predicted_time import (
     COPIES,
     ENCODING,
     PRODUCTS,
-    TRAFFIC,
     UPDATE,
 )
 from opensora_cli.engine.train.memory import plan_frozen_weights
@@ -100,17 +99,6 @@ def test_states_on_the_host_wait_for_the_link(tmp_path: Path) -> None:
     assert found is not None
     assert found.stages_s["update"] == pytest.approx(8 * numbers / 52e9)
     assert "updating weights on the CPU" in found.left_out
-
-
-@pytest.mark.slow
-def test_weights_in_8_bits_are_dequantized_in_each_forward_pass(tmp_path: Path) -> None:
-    given = {"lora__rank": 4, "init": "first.safetensors", "model__depth": 3}
-    plain, stored = (parts_of(settings_of(tmp_path, **given, memory__fp8_storage=on)) for on in (False, True))
-    again = parts_of(settings_of(tmp_path, **given, memory__fp8_storage=True, memory__checkpointing="full"))
-    once = parts_of(settings_of(tmp_path, **given, memory__checkpointing="full"))
-    dequantized = stored[TRAFFIC] - plain[TRAFFIC]
-    assert dequantized > 0
-    assert again[TRAFFIC] - once[TRAFFIC] == pytest.approx(2 * dequantized)
 
 
 def test_what_is_not_predicted(tmp_path: Path) -> None:

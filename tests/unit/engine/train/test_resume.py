@@ -335,7 +335,7 @@ def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     train(clips(run), resume=next(run.glob("epoch*-global_step4")))
     assert_same(run, whole, STEPS)
-    assert [path.name for path in run.glob("aside*")] == ["aside-epoch1-global_step6"]
+    assert [path.name for path in run.glob("aside*")] == ["aside-1-epoch1-global_step6"]
 
 
 def _flags_to_continue(run: Path) -> list[str]:
