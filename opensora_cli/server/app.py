@@ -19,7 +19,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.server.guard import COOKIE, ApiError, add_errors, is_token
 from opensora_cli.server.jobs import SHEET, THUMBNAIL, Job, JobStore, Status, new_id
-from opensora_cli.server.requests import MOST_FILES, command_of, presets_of, read_body, read_request, remixed
+from opensora_cli.server.requests import MOST_FILES, presets_of, read_body, read_request, remixed
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import STAND_INS, keep, stand_in
 from opensora_cli.settings.generate import GenerateSettings
@@ -90,7 +90,6 @@ class Server:
             "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
             "stage": stage,
             "preview": preview and preview.name,
-            "command": command_of(job.request),
         }
 
     async def add(

@@ -3,9 +3,7 @@
 import json
 import math
 import re
-import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,13 +13,11 @@ from fastapi import Request
 from starlette.datastructures import UploadFile
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.server.guard import ApiError, InvalidField
-from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, given_flags
 from opensora_cli.settings.generate import GenerateSettings
@@ -150,12 +146,6 @@ def read_request(
         raise InvalidField("settings", f"turbo needs a few-step adapter, and this server has none for {model}")
     if "video.num_frames" not in options:
         options.setdefault("num_frames", video.num_frames)
-    # Settings of the server that had an effect are repeated, too: a remix and the command line make the same video.
-    for key in sorted(base.keys() - given.keys() - assignments.keys() - set[str]().union(*_SAME.values())):
-        if _is_allowed(key):
-            with suppress(RequestError):
-                refuse_without_effect(settings, {key: base[key]})
-                options[key] = base[key].value
     answered = {
         "prompt": prompt,
         "model": model,
@@ -238,20 +228,3 @@ def _text(values: Mapping[str, Any], name: str) -> str | None:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise InvalidField(name, f"{name} must be text")
     return str(value)
-
-
-def command_of(fields: Mapping[str, Any]) -> str:
-    """Return the command line that makes the video of a request."""
-    words = ["osora", "generate", fields["prompt"], "--model", fields["model"], "--seed", str(fields["seed"])]
-    settings = dict(fields["settings"])
-    if size := _SIZE.fullmatch(fields["size"]):
-        settings |= {"width": size[1], "height": size[2]}
-    settings.pop("seed", None)
-    for name, value in settings.items():
-        if name not in FLAGS and name != "config":
-            words += ["--set", f"{name}={value}"]
-        elif value is not False:
-            words.append(f"--{name.replace('_', '-')}")
-            if value is not True:
-                words.append(str(value))
-    return shlex.join([*words, *["--ref", "FILE"] * fields["num_references"]])

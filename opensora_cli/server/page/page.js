@@ -206,8 +206,8 @@ function showResult(item, job) {
   item.classList.toggle("failed", job.status === "failed");
   item.querySelector(".prompt").textContent = job.prompt;
   item.querySelector(".state").textContent = stateOf(job);
-  item.querySelector("pre").textContent = JSON.stringify({ size: job.size, seed: job.seed, ...job.settings }, null, 1);
-  item.querySelector("code").textContent = job.command;
+  const facts = { size: job.size, seed: job.seed, references: job.num_references, ...job.settings };
+  item.querySelector("pre").textContent = JSON.stringify(facts, null, 1);
   const isDone = job.status === "completed";
   for (const name of ["extend", "last", "compare"]) item.querySelector(`[data-do=${name}]`).hidden = !isDone;
   const link = item.querySelector("a");
@@ -284,11 +284,6 @@ const actions = {
       other.controls = false;
     }
     find("compared").hidden = false;
-  },
-  async copy(job, item) {
-    // Browsers lend the clipboard to encrypted pages and to this machine's alone; elsewhere the text is selected.
-    if (navigator.clipboard) await navigator.clipboard.writeText(job.command);
-    else getSelection().selectAllChildren(item.querySelector("code"));
   },
 };
 
