@@ -29,9 +29,7 @@ def source() -> TableSource:
         fps=np.full(count, 24.0),
     )
     texts, none = text_column([""] * count), np.full(count, np.nan)
-    table = ClipTable(
-        folder=Path(), rows=np.arange(count), paths=texts, texts=texts, samples=samples, motion_scores=none, bad_rows=()
-    )
+    table = ClipTable(folder=Path(), paths=texts, texts=texts, samples=samples, motion_scores=none, bad_rows=())
     sizes = {"1:1": (64, 64), "2:1": (48, 96)}
     large = Resolution(name="large", pixels=4096, sizes=sizes, lengths={1: (0.5, 7), 9: (0.75, 2)})
     small = Resolution(name="small", pixels=1600, sizes=sizes, lengths={1: (1.0, 10), 5: (1.0, 3)})
