@@ -9,7 +9,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
 from opensora_cli.core.locks import sole_run
@@ -18,7 +17,7 @@ from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import Server, make_app
-from opensora_cli.server.guard import PATIENCE_S, Guard
+from opensora_cli.server.guard import Guard
 from opensora_cli.server.jobs import JobStore
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import LARGEST
@@ -70,19 +69,11 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"http://{host}:{settings.port}"
         reporter.note(f"osora serves {server.model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
-        config = uvicorn.Config(guard, http=_Connection, log_level="warning", access_log=False, server_header=False)
+        config = uvicorn.Config(guard, http="h11", log_level="warning", access_log=False, server_header=False)
         config.timeout_graceful_shutdown = _STOP_S
         # A signal is how a server ends: uvicorn sends it again once the running job is saved.
         with suppress(KeyboardInterrupt):
             asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
-
-
-class _Connection(H11Protocol):
-    """Connection that ends if its client sends no request."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        super().connection_made(transport)
-        self.loop.call_later(PATIENCE_S, lambda: self.cycle is None and transport.close())
 
 
 class _Uvicorn(uvicorn.Server):
