@@ -54,12 +54,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-30] ^= 1
-    path.write_bytes(content)
-
-
 def of_another_kind(path):
     path.write_text("{}")
 
@@ -68,7 +62,7 @@ def empty(path):
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("spoil", [cut, flip_a_bit, of_another_kind, empty])
+@pytest.mark.parametrize("spoil", [cut, of_another_kind, empty])
 def test_a_broken_entry_is_a_warning_and_is_replaced(folder, reporter, spoil):
     given = embeds()
     PromptCache(folder).keep("sea", given, limit=LIMIT, reporter=reporter)
