@@ -201,5 +201,5 @@ def test_help_of_generate_has_the_defaults(help_of) -> None:
 
 def test_every_out_has_its_short_form() -> None:
     outs = [option for command in COMMANDS.values() for option in command.params if "--out" in option.opts]
-    assert len(outs) >= 5
+    assert len(outs) >= 4
     assert [option for option in outs if "-o" not in option.opts] == []
