@@ -70,8 +70,8 @@ def is_picture(path: str | os.PathLike[str]) -> bool:
 def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
     """Return a picture, or the first frame of an animated one, as uint8 RGB (H, W, 3).
 
-    The orientation that a camera noted is applied. Colors become those of sRGB, transparent parts white, sixteen bits
-    eight. Raises MediaError if the file cannot be read.
+    The orientation that a camera noted is applied. Transparent parts become white, and sixteen bits eight. Raises
+    MediaError if the file cannot be read.
     """
     file = readable_file(path)
     if pictures.num_pictures(file) == 0:

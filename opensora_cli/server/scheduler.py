@@ -26,7 +26,6 @@ _ROOM, _RESERVE = 32 * 2**20, 2**20
 """Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
 _NO_PLAN = {"error": {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}}
-_DELETED = ".deleted"
 _RETRY_S = 1.0
 """Seconds until a worker that ended starts again, and until a write to a full disk is tried again."""
 _LONGEST_LINE = 16 * 2**20
@@ -131,8 +130,6 @@ class Scheduler:
     async def run(self) -> None:
         """Make all queued jobs until the task is cancelled. Jobs of a server that died continue."""
         try:
-            with suppress(OSError, sqlite3.OperationalError):  # the next start sweeps again
-                self._sweep()
             self._keep_reserve()
             for job_id in self._store.ids(Status.IN_PROGRESS):
                 await self._settle(job_id)
@@ -144,12 +141,6 @@ class Scheduler:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             self.problem = f"no more videos are made: {type(error).__name__}"
-
-    def _sweep(self) -> None:
-        """Remove the deleted jobs that a killed server left."""
-        for folder in self._folder.glob(f"jobs/video_*{_DELETED}"):
-            self._store.delete(folder.stem)
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _work(self, number: int) -> None:
         """Give jobs to the worker of a group, and start it again when it ends."""
@@ -290,12 +281,8 @@ class Scheduler:
             with suppress(KeyError):  # another client deleted it, too
                 while not self._store.get(job_id).status.is_over:
                     await asyncio.sleep(0.05)
-        # A killed server leaves a folder whose name says that its job was deleted.
-        deleted = self.job_folder(job_id).with_suffix(_DELETED)
-        with suppress(FileNotFoundError):
-            self.job_folder(job_id).rename(deleted)
         self._store.delete(job_id)
-        await asyncio.to_thread(shutil.rmtree, deleted, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self.job_folder(job_id), ignore_errors=True)
         self.publish({"event": "deleted", "id": job_id})
 
     async def plan(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -91,17 +91,6 @@ def test_the_video_is_found_beside_its_last_frame(server):
     assert server.result(server.store.finish("video_1", Status.COMPLETED)).name == "video.mp4"
 
 
-def test_a_deleted_video_whose_files_a_killed_server_left_is_removed(server):
-    jobs, deleted = server.folder / "jobs", "video_" + "e" * 24
-    for name in (f"{deleted}.deleted/video.mp4", "video_1/video.mp4", "video_holiday/a.png"):
-        (jobs / name).parent.mkdir(parents=True, exist_ok=True)
-        (jobs / name).touch()
-    server.store.add(deleted, JOB)  # the record stayed, too
-    asyncio.run(server.scheduler.run())
-    assert server.store.ids(Status.QUEUED) == ["video_1"]
-    assert {path.name for path in jobs.iterdir()} == {"video_1", "video_holiday"}
-
-
 class Worker:
     """Stand-in for a process that makes videos, and reports nothing."""
 
