@@ -5,9 +5,9 @@ import hashlib
 import importlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,6 @@ class ClipTable:
 
     folder: Path
     """Folder of the table, where relative paths start."""
-    rows: NDArray[np.int64]
-    """Numbers of the rows in the table, from 1."""
     paths: NDArray[Any]
     texts: NDArray[Any]
     samples: Samples
@@ -236,17 +234,6 @@ class ClipTable:
         score = float(self.motion_scores[index])
         return None if math.isnan(score) else score
 
-    def only(self, wanted: NDArray[np.int64]) -> "ClipTable":
-        """Return the table with only the rows with these indices."""
-        return replace(
-            self,
-            rows=self.rows[wanted],
-            paths=self.paths[wanted],
-            texts=self.texts[wanted],
-            samples=self.samples.only(wanted),
-            motion_scores=self.motion_scores[wanted],
-        )
-
     def fingerprint(self) -> str:
         """Hash of everything that the order of training depends on."""
         digest = hashlib.sha256()
@@ -258,12 +245,13 @@ class ClipTable:
         return digest.hexdigest()
 
 
-def read_table(path: Path) -> ClipTable:
+def read_table(path: Path, *, look: Callable[[Sequence[Path]], Iterable[bool]] | None = None) -> ClipTable:
     """Read a table with the columns path, text, num_frames, height and width, and optionally fps and motion_score.
 
     Rows without a path, with a path or caption that is not text, or with sizes that are not positive integers, become
-    `bad_rows`. Empty cells and NaN mean unknown frame rates and motion scores, and empty captions. Raises FileProblem
-    if the table is missing or broken, or lacks a column.
+    `bad_rows`, and with `look`, which returns whether each file exists, also rows without a file. Empty cells and NaN
+    mean unknown frame rates and motion scores, and empty captions. Raises FileProblem if the table is missing or
+    broken, or lacks a column.
     """
     columns = read_columns(path, ["path", "text", *_SIZES], optional=["fps", "motion_score"])
     texts = {name: [_text(cell) for cell in columns[name]] for name in ("path", "text")}
@@ -273,12 +261,15 @@ def read_table(path: Path) -> ClipTable:
         for name in (*_SIZES, "fps", "motion_score")
     }
     reasons = _reasons(columns, texts, numbers)
+    folder, paths = path.absolute().parent, texts["path"]
+    if look is not None:
+        good = [row for row in range(len(empty)) if row not in reasons]
+        found = look([folder / str(paths[row]) for row in good])
+        reasons |= {row: "there is no such file" for row, is_there in zip(good, found, strict=True) if not is_there}
     kept = np.array([row for row in range(len(empty)) if row not in reasons], dtype=np.int64)
     sizes = {name: numbers[name][kept].astype(np.int64) for name in _SIZES}
-    paths = texts["path"]
     return ClipTable(
-        folder=path.absolute().parent,
-        rows=kept + 1,
+        folder=folder,
         paths=text_column(paths[row] or "" for row in kept),
         texts=text_column(texts["text"][row] or "" for row in kept),
         samples=Samples(**sizes, fps=numbers["fps"][kept]),
@@ -291,11 +282,6 @@ def _text(cell: Any) -> str | None:
     """Return a cell as text; None if it holds something else, such as the lists and structs of parquet."""
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return ""
-    if isinstance(cell, bytes):
-        try:
-            return cell.decode("utf-8")
-        except UnicodeDecodeError:
-            return None
     if isinstance(cell, int | float) and not isinstance(cell, bool):
         return str(cell)
     return cell if isinstance(cell, str) else None
@@ -319,7 +305,7 @@ def _reasons(
     for name, cells in texts.items():
         for row, cell in enumerate(cells):
             if cell is None:
-                reasons.setdefault(row, f"{name} holds {type(columns[name][row]).__name__}, and not a text in UTF-8")
+                reasons.setdefault(row, f"{name} holds {type(columns[name][row]).__name__}, and not a text")
             elif name == "path" and not cell.strip():
                 reasons[row] = "path is empty"
     rules = {"fps": (np.nextafter(0, 1), "a number over 0"), "motion_score": (0.0, "a number of at least 0")}

@@ -119,7 +119,6 @@ EARLY = [
     (3, ["data", "cache", "--config", "demo_lora", "--table", "gone.csv"], "gone.csv does not exist"),
     (3, ["data", "scan", "gone"], "gone does not exist"),
     (3, ["data", "shard", "gone.csv", "--parts", "2"], "gone.csv does not exist"),
-    (3, ["data", "preview", "gone.csv", "-o", "sheet.png"], "gone.csv does not exist"),
 ]
 
 

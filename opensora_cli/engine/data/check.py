@@ -6,7 +6,7 @@ No model is loaded.
 import math
 import os
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from opensora_cli.core.files import atomic_path
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.batches import EpochPlan
 from opensora_cli.data.buckets import FILLED, NO_BUCKET, Buckets, Samples, frame_intervals
-from opensora_cli.data.table import BadRow, BrokenFile, ClipTable, read_table
+from opensora_cli.data.table import BadRow, BrokenFile, read_table
 from opensora_cli.engine.data.scan import scan
 from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, make_buckets, open_table, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
@@ -101,17 +101,17 @@ class DataReport(Document):
 
 def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
     """Return the content of a run's first epoch. Every file of the table is looked up, and none is read."""
-    data, source = settings.data, open_table(settings, fixed_starts=True)
-    table, buckets = source.table, source.buckets
-    is_there = _look_for_files(table, reporter=reporter)
-    missing = [
-        BadRow(row=int(table.rows[index]), path=table.paths[index], reason="there is no such file")
-        for index in np.flatnonzero(~is_there).tolist()
-    ]
-    usable = source if is_there.all() else replace(source, table=table.only(np.flatnonzero(is_there)))
-    plan = usable.plan_epoch(0)
+
+    def look(files: Sequence[Path]) -> Iterator[bool]:
+        with reporter.stage("look for files", total=len(files), unit="files") as progress:
+            for file in files:
+                progress.advance()
+                yield os.path.isfile(file)  # the function of pathlib raises for names that are too long
+
+    source = open_table(settings, fixed_starts=True, look=look)
+    table, plan = source.table, source.plan_epoch(0)
     of_update = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
-    reports = _bucket_reports(data, buckets, plan)
+    reports = _bucket_reports(settings.data, source.buckets, plan)
     problems = [
         f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
         f"{bucket.batch_size}"
@@ -121,27 +121,17 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
     if len(plan) < of_update:
         problems.append(f"an epoch is empty: it has {len(plan)} micro-batches, and an update takes {of_update}")
     return DataReport(
-        source=str(data.table),
+        source=str(settings.data.table),
         rows=len(table) + len(table.bad_rows),
-        bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
+        bad_rows=table.bad_rows,
         without_caption=int((table.texts == "").sum()),
-        unused=find_unused(usable),
+        unused=find_unused(source),
         buckets=reports,
         micro_batches=len(plan),
         micro_batches_of_update=of_update,
         updates=len(plan) // of_update,
         problems=tuple(problems),
     )
-
-
-def _look_for_files(table: ClipTable, *, reporter: Reporter) -> NDArray[np.bool_]:
-    is_there = np.zeros(len(table), dtype=bool)
-    with reporter.stage("look for files", total=len(table), unit="files") as progress:
-        for index in range(len(table)):
-            # The function of pathlib raises for names that are too long.
-            is_there[index] = os.path.isfile(table.file(index))
-            progress.advance()
-    return is_there
 
 
 def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> tuple[BucketReport, ...]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,12 +103,14 @@ class TableSource:
         return np.random.default_rng((self.seed, number, stream, *place))
 
 
-def open_table(settings: TrainSettings, *, fixed_starts: bool) -> TableSource:
-    """Return the clips of `data.table`. With `fixed_starts` every clip starts with the first frame of its file."""
+def open_table(
+    settings: TrainSettings, *, fixed_starts: bool, look: Callable[[Sequence[Path]], Iterable[bool]] | None = None
+) -> TableSource:
+    """Return the clips of `data.table`; see `read_table`. With `fixed_starts` each starts with the first frame."""
     data, seed, multiple = settings.data, settings.loop.seed, pixel_multiple(settings)
     if data.table is None:
         raise RequestError(NO_TABLE, hint=TABLE_HINT)
-    table = read_table(Path(data.table))
+    table = read_table(Path(data.table), look=look)
     plain = {name: {length: list(bucket) for length, bucket in rest.items()} for name, rest in data.buckets.items()}
     parts = [table.fingerprint(), plain, data.fps_max, multiple, seed]
     return TableSource(

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from opensora_cli.core.exceptions import MediaError, OutputError
+from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import require_writable
+from opensora_cli.core.reading import require_there
 from opensora_cli.engine.components.weights import find_autoencoder
-from opensora_cli.media.results import readable_file, sidecar_path
+from opensora_cli.media.results import sidecar_path
 from opensora_cli.settings.tools import EncodeSettings, ReconstructSettings
 
 ENDINGS = ("mp4", "png")
@@ -13,34 +14,22 @@ ENDINGS = ("mp4", "png")
 
 
 def refuse_early(settings: EncodeSettings) -> None:
-    """Refuse a request without any file that could be processed.
-
-    Raises:
-        MediaError: none of the files can be read.
-        CheckpointError: the weights are missing.
-        OutputError: a result exists already.
-    """
-    takes_folders = not isinstance(settings, ReconstructSettings)
-    files = [file for file in settings.files if not (takes_folders and Path(file).is_dir())]
-    problems = [problem for file in files if (problem := _problem(file)) is not None]
-    if len(problems) == len(settings.files):
-        raise MediaError("\n".join(error.message for error in problems), hint=problems[0].hint)
+    """Raise FileProblem, CheckpointError or OutputError if files or weights are missing, or results exist already."""
+    require_there(*settings.files)
     find_autoencoder(settings)
     if isinstance(settings, ReconstructSettings):
         result_stems(settings)
 
 
 def result_stems(settings: ReconstructSettings) -> list[Path]:
-    """Return the path of every result without its ending; equal names are numbered.
-    Raises OutputError if a result exists already, cannot be written, or is one of the input files.
+    """Return the path of every result without its ending.
+
+    Raises OutputError if a result exists already, cannot be written, has the name of another one, or is one of the
+    input files.
     """
-    folder, stems = Path(settings.output.folder), list[Path]()
-    for file in settings.files:
-        stem, number = f"{Path(file).stem}_reconstructed", 1
-        while folder / stem in stems:
-            number += 1
-            stem = f"{Path(file).stem}_reconstructed_{number}"
-        stems.append(folder / stem)
+    stems = [Path(settings.output.folder, f"{Path(file).stem}_reconstructed") for file in settings.files]
+    if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
+        raise OutputError(f"{twice} would be the result of several files", hint="use another --out for one of them")
     sources = {Path(file).absolute() for file in settings.files}
     for path in (stem.with_name(f"{stem.name}.{ending}") for stem in stems for ending in ENDINGS):
         if path.absolute() in sources:
@@ -48,11 +37,3 @@ def result_stems(settings: ReconstructSettings) -> list[Path]:
         for written in (path, sidecar_path(path)) if settings.output.metadata else (path,):
             require_writable(written, overwrite=settings.output.overwrite)
     return stems
-
-
-def _problem(file: str) -> MediaError | None:
-    try:
-        readable_file(file)
-    except MediaError as error:
-        return error
-    return None

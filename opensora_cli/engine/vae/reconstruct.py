@@ -67,12 +67,10 @@ class Failed(Document):
 class Reconstruction(Document):
     """Results of all files."""
 
-    SCHEMA = "osora.vae-reconstruct/1"
+    SCHEMA = "osora.vae-reconstruct/2"
 
     autoencoder: str
     weights: Path
-    psnr_of: str = "RGB, mean over frames"
-    ssim_of: str = "luma, mean over frames"
     mean_psnr_db: float | None
     """Mean PSNR over files; None if all failed."""
     mean_ssim: float | None

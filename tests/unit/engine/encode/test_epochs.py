@@ -29,9 +29,7 @@ def source() -> TableSource:
         fps=np.full(count, 24.0),
     )
     texts, none = text_column([""] * count), np.full(count, np.nan)
-    table = ClipTable(
-        folder=Path(), rows=np.arange(count), paths=texts, texts=texts, samples=samples, motion_scores=none, bad_rows=()
-    )
+    table = ClipTable(folder=Path(), paths=texts, texts=texts, samples=samples, motion_scores=none, bad_rows=())
     sizes = {"1:1": (64, 64), "2:1": (48, 96)}
     large = Resolution(name="large", pixels=4096, sizes=sizes, lengths={1: (0.5, 7), 9: (0.75, 2)})
     small = Resolution(name="small", pixels=1600, sizes=sizes, lengths={1: (1.0, 10), 5: (1.0, 3)})
@@ -41,26 +39,19 @@ def source() -> TableSource:
     )
 
 
-def test_every_micro_batch_is_of_one_bucket_and_full_and_no_sample_comes_twice(source: TableSource) -> None:
-    batches = all_batches(source.plan_epoch(0))
-    fitting = source.buckets.fitting(source.table.samples)
+def test_micro_batches_are_full_and_of_one_bucket_and_have_each_sample_that_fills_one_once(source: TableSource) -> None:
+    plan, sizes = source.plan_epoch(0), source.buckets.batch_sizes
+    batches, fitting = all_batches(plan), source.buckets.fitting(source.table.samples)
     assert len(batches) > 20
+    assert plan.samples_of_buckets.sum() > 150
+    assert plan.batches_of_buckets.tolist() == (plan.samples_of_buckets // sizes).tolist()
+    counted = Counter(batch.bucket for batch in batches)
+    assert [counted[bucket] for bucket in range(len(sizes))] == plan.batches_of_buckets.tolist()
     seen = Counter(sample for batch in batches for sample in batch.samples)
     assert max(seen.values()) == 1
     for batch in batches:
         assert len(batch.samples) == source.buckets[batch.bucket].batch_size
         assert all(batch.bucket in fitting[sample] for sample in batch.samples)
-
-
-def test_only_what_fills_no_micro_batch_is_left_out(source: TableSource) -> None:
-    plan = source.plan_epoch(0)
-    sizes = source.buckets.batch_sizes.tolist()
-    assert plan.batches_of_buckets.tolist() == [
-        n // size for n, size in zip(plan.samples_of_buckets, sizes, strict=True)
-    ]
-    counted = Counter(batch.bucket for batch in all_batches(plan))
-    assert [counted[bucket] for bucket in range(len(sizes))] == plan.batches_of_buckets.tolist()
-    assert plan.samples_of_buckets.sum() > 150
 
 
 def test_an_epoch_depends_on_seed_and_epoch_alone(source: TableSource) -> None:
