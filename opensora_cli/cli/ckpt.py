@@ -17,6 +17,7 @@ from opensora_cli.settings.ckpt import (
 from opensora_cli.settings.flags import OUTPUT, Option
 
 _WRITTEN = {
+    "--no-hash": Option(kind=bool, help="No effect: weights are not hashed. Older scripts give it."),
     "--format": Option("format", OUTPUT),
     "--shard-size": Option("shard_size", OUTPUT, metavar="SIZE"),
     "--overwrite": Option("overwrite", OUTPUT),

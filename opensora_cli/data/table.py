@@ -282,6 +282,11 @@ def _text(cell: Any) -> str | None:
     """Return a cell as text; None if it holds something else, such as the lists and structs of parquet."""
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return ""
+    if isinstance(cell, bytes):
+        try:
+            return cell.decode("utf-8")
+        except UnicodeDecodeError:
+            return None
     if isinstance(cell, int | float) and not isinstance(cell, bool):
         return str(cell)
     return cell if isinstance(cell, str) else None
@@ -305,7 +310,7 @@ def _reasons(
     for name, cells in texts.items():
         for row, cell in enumerate(cells):
             if cell is None:
-                reasons.setdefault(row, f"{name} holds {type(columns[name][row]).__name__}, and not a text")
+                reasons.setdefault(row, f"{name} holds {type(columns[name][row]).__name__}, and not a text in UTF-8")
             elif name == "path" and not cell.strip():
                 reasons[row] = "path is empty"
     rules = {"fps": (np.nextafter(0, 1), "a number over 0"), "motion_score": (0.0, "a number of at least 0")}

@@ -200,7 +200,8 @@ def test_parquet_cells_that_are_not_text(tmp_path: Path, name: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     write = pytest.importorskip("pyarrow.parquet").write_table
     cells = {
-        "bytes": (pyarrow.array([b"a red boat"], pyarrow.binary()), None),
+        "bytes": (pyarrow.array([b"a red b\xc3\xb6at"], pyarrow.binary()), "a red böat"),
+        "latin bytes": (pyarrow.array([b"a red b\xf6at"], pyarrow.binary()), None),
         "list": (pyarrow.array([["a boat", "a ship"]]), None),
         "struct": (pyarrow.array([{"short": "a boat"}]), None),
         "nan": (pyarrow.array([math.nan]), ""),
@@ -214,6 +215,7 @@ def test_parquet_cells_that_are_not_text(tmp_path: Path, name: str) -> None:
         if text is None:
             assert len(table) == 0, kind
             assert f"{name} holds" in table.bad_rows[0].reason
+            assert "not a text in UTF-8" in table.bad_rows[0].reason
         elif name == "path" and not text:
             assert table.bad_rows[0].reason == "path is empty"
         else:
