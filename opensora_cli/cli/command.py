@@ -123,7 +123,7 @@ class Call:
         if result is None:
             return
         if self.is_main:
-            output.print_result(result, as_json=self.as_json)
+            output.print_result(result, as_json=self.as_json, is_quiet="--quiet" in self.given)
         result.raise_for_problems()
 
     def again(self, *labels: str) -> list[str]:

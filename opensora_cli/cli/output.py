@@ -35,12 +35,15 @@ def make_reporter(*, quiet: bool, is_brief: bool = False) -> Reporter:
     return ConsoleReporter(has_bars=sys.stderr.isatty(), is_brief=is_brief)
 
 
-def print_result(result: "Document", *, as_json: bool) -> None:
-    """Print a result to stdout: as one JSON document in ASCII, which every terminal and pipe can carry, or as lines."""
+def print_result(result: "Document", *, as_json: bool, is_quiet: bool) -> None:
+    """Print a result to stdout: as one JSON document in ASCII, which every terminal and pipe can carry, or as lines.
+
+    A terminal that has shown the notes of the run, which are not `is_quiet`, gets no line twice.
+    """
     if as_json:
-        _print(json.dumps(result.to_json(), indent=2, allow_nan=False))
-    else:
-        print_lines(result.lines())
+        return _print(json.dumps(result.to_json(), indent=2, allow_nan=False))
+    has_notes = not is_quiet and all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    print_lines(result.lines_after_notes() if has_notes else result.lines())
 
 
 def print_lines(lines: Sequence[str]) -> None:

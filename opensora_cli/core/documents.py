@@ -33,5 +33,9 @@ class Document(BaseModel):
         """Return the document as lines of text; a part of another document has none."""
         return ()
 
+    def lines_after_notes(self) -> Sequence[str]:
+        """Return the lines for a terminal that has shown the notes of the run."""
+        return self.lines()
+
     def raise_for_problems(self) -> None:
         """Raise the error for the problems that the document lists; the base class has none."""

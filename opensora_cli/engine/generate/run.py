@@ -115,6 +115,10 @@ class GenerateResult(Document):
             lines.append(str(self.sheet))
         return [*lines, *(seed.line for seed in self.explored or ())]
 
+    def lines_after_notes(self) -> list[str]:
+        """Return the lines without the videos: notes have named each as saved, or as made before."""
+        return self.lines()[len(self.videos) :]
+
 
 def generate(
     settings: GenerateSettings,
