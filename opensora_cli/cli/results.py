@@ -12,32 +12,17 @@ from opensora_cli.settings.tools import GallerySettings
 
 
 def show(given: Layer, call: Call) -> None:
-    """Print prompt, seed, settings and timings of a result, and what a checkpoint holds.
+    """Print prompt, seed, settings and timings of a result.
 
-    FILE is a video or picture, its sidecar, a saved state, latents, weights, or a folder of a training run.
+    FILE is a video or picture, its sidecar, a saved state or latents. osora ckpt inspect reads weights.
 
     Examples:
       osora show samples/raining-sea_seed42.mp4
-      osora show runs/demo --json
+      osora show samples/raining-sea_seed42.mp4 --json
     """
-    from opensora_cli.engine.show import Shown, run_settings, show_recorded
+    from opensora_cli.engine.show import show_recorded
 
-    settings = validate(InspectSettings, given)
-    path = Path(settings.path)
-    shown = show_recorded(path)
-    if shown is None:
-        with call.loading():
-            from opensora_cli.engine.ckpt.inspect import inspect
-
-        inspection = inspect(settings, reporter=call.reporter)
-        shown = Shown(
-            path=path,
-            kind="checkpoint",
-            settings=run_settings(path),
-            recorded={key: value for key, value in inspection.to_json().items() if key != "tensors"},
-            summary=inspection.summary,
-        )
-    call.show(shown)
+    call.show(show_recorded(Path(validate(InspectSettings, given).path)))
 
 
 def gallery(settings: GallerySettings, call: Call) -> None:

@@ -16,7 +16,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, OsoraError
 from opensora_cli.core.files import atomic_path, require_writable
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.show import Shown, show_recorded
+from opensora_cli.engine.show import show_recorded
 from opensora_cli.media.results import read_sidecar
 from opensora_cli.settings.tools import GallerySettings
 
@@ -97,7 +97,6 @@ def write_gallery(settings: GallerySettings, *, reporter: Reporter) -> Gallery:
 def _item(path: Path, base: Path) -> str:
     """Return the list item of a result; `base` is the folder of the page."""
     shown = show_recorded(path)
-    assert isinstance(shown, Shown)
     poster = io.BytesIO()
     _smaller(next(_frames_of(path)), _THUMBNAIL_SIDE).save(poster, "WEBP")
     data = f"data:image/webp;base64,{base64.b64encode(poster.getvalue()).decode()}"
