@@ -46,19 +46,6 @@ _WARM_UP_STEPS = 2
 _Made = tuple[HeldVideo | None, dict[str, float], list[float]]
 
 
-class RunTime(Document):
-    """Seconds over all timed runs of a setting."""
-
-    mean: float
-    deviation: float
-    """Standard deviation of a sample (n-1); 0 for a single run."""
-
-    @classmethod
-    def over(cls, seconds: Sequence[float]) -> "RunTime":
-        spread = Spread.of(seconds)
-        return cls(mean=round(spread.mean_s, 4), deviation=round(spread.deviation_s, 4))
-
-
 class BenchedSetting(Document):
     """One row of the table: the exact run, or the same video made with other settings."""
 
@@ -66,10 +53,12 @@ class BenchedSetting(Document):
     """`exact`, a name of the standard set, or the settings in the user's form."""
     changes: Mapping[str, str]
     """Settings that differ from the exact run, by key."""
-    stages_s: Mapping[str, RunTime]
-    """Time of each stage. The stages that load or offload models are listed here, and are not part of `seconds`."""
-    seconds: RunTime
-    """Time of a run without loading."""
+    stages_s: Mapping[str, float]
+    """Mean time of each stage. Stages that load or offload models are listed here, and are not part of `seconds`."""
+    seconds: float
+    """Mean time of a run without loading."""
+    deviation_s: float
+    """Standard deviation of `seconds` over the runs (n-1); 0 for a single run."""
     evaluations: int
     """Evaluations of the model."""
     speedup: float
@@ -88,7 +77,7 @@ class BenchedSetting(Document):
 class BenchGenerateReport(Document):
     """A comparison. The first setting is the exact run."""
 
-    SCHEMA: ClassVar[str | None] = "osora.bench-generate/2"
+    SCHEMA: ClassVar[str | None] = "osora.bench-generate/3"
 
     of: str
     """Size, length, model and steps of the video."""
@@ -108,8 +97,8 @@ class BenchGenerateReport(Document):
         times = [["setting", *(f"{name} s" for name in [*stages, "total"])]]
         measures = [["setting", "evaluations", "speed-up", "peak GiB", "PSNR dB", "SSIM", "latents"]]
         for row in self.settings:
-            means = (f"{row.stages_s[name].mean:.2f}" if name in row.stages_s else "-" for name in stages)
-            total = f"{row.seconds.mean:.2f}" + (f" ±{row.seconds.deviation:.2f}" if self.repeats > 1 else "")
+            means = (f"{row.stages_s[name]:.2f}" if name in row.stages_s else "-" for name in stages)
+            total = f"{row.seconds:.2f}" + (f" ±{row.deviation_s:.2f}" if self.repeats > 1 else "")
             times.append([row.name, *means, total])
             values = row.peak_memory_gib, row.psnr_db, row.ssim, row.latents_error
             forms = ".2f", ".2f", ".4f", ".2%" if (row.latents_error or 1) >= _SMALL_ERROR else ".1e"
@@ -199,13 +188,15 @@ class _Row:
 
     def document(self, exact: "_Row") -> BenchedSetting:
         psnr, similarity, latents_error = self.likeness
+        time = Spread.of(self.seconds)
         return BenchedSetting(
             name=self.name,
             changes={key: "none" if value is None else str(value) for key, value in self.changes.items()},
-            stages_s={name: RunTime.over([run.get(name, 0.0) for run in self.stages_s]) for name in self.stages_s[0]},
-            seconds=RunTime.over(self.seconds),
+            stages_s={name: round(fmean(run.get(name, 0.0) for run in self.stages_s), 4) for name in self.stages_s[0]},
+            seconds=round(time.mean_s, 4),
+            deviation_s=round(time.deviation_s, 4),
             evaluations=self.chain.model_evaluations,
-            speedup=fmean(exact.seconds) / fmean(self.seconds),
+            speedup=fmean(exact.seconds) / time.mean_s,
             peak_memory_gib=max(self.peaks_gib, default=None),
             psnr_db=psnr,
             ssim=similarity,

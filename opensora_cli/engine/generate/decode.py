@@ -244,7 +244,7 @@ def save(clip: Clip) -> GeneratedVideo:
         where = f"stopped after step {stop} of {plan.num_steps}"
         events.reporter.note(f"{where}: continue with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = clip.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
+    report_given_frames(chain, psnr_db, sample.seed, events.reporter)
     events.note_saved(sample.media)
     return GeneratedVideo.of(chain, sample, psnr_db)
 
@@ -283,13 +283,12 @@ def write_video(
     )
 
 
-def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:
-    """Report the PSNR of given frames, with a warning if a user's frames, not made first, came back badly."""
-    if psnr_db is None:
+def report_given_frames(chain: Chain, psnr_db: float | None, seed: int, reporter: Reporter) -> None:
+    """Report the PSNR of a user's frames, with a warning if they came back badly."""
+    if psnr_db is None or chain.find(PICTURE) is not None:
         return
-    given = "the picture made first" if made_first else "given frames"
-    came = f"{given} came back at {psnr_db:.1f} dB PSNR (seed {seed})"
-    if psnr_db < LOW_PSNR_DB and not made_first:
+    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    if psnr_db < LOW_PSNR_DB:
         reporter.warn(
             f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
             "something else; a reference like the model's own videos comes back better"

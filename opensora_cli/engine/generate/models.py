@@ -127,7 +127,9 @@ class LoadedModels:
         )
 
     def release(self) -> None:
+        """Release all models and embeddings."""
         self._release(self._held)
+        self.prompts.clear()
 
     def release_others(self, stage: str, *, for_good: bool = False) -> None:
         """Release all models except the model of a stage. With `for_good`, models no longer stay after a run."""

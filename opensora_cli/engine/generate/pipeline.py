@@ -23,7 +23,7 @@ from opensora_cli.engine.generate.references import Reference, reference_latents
 from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.sidecar import picture_files
 from opensora_cli.engine.generate.text import text_embeds
-from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.read import read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 
 V = TypeVar("V")
@@ -89,38 +89,29 @@ def make(
 
 
 def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
-    """Make the picture of each sample, its reference, on rank 0, or read the one that an earlier run has saved."""
+    """Make the picture of each sample, its reference, on rank 0."""
     plan = chain.find(PICTURE)
     if plan is None:
         return
-    keeps = chain.settings.picture.save
     files = picture_files(chain, [sample.files for sample in samples])
-    made_before = models.ranks.same([keeps and picture.made_before for picture in files])
-    missing = [Sample(alone(plan), plan, each) for each, is_made in zip(files, made_before, strict=True) if not is_made]
 
     def finish(clip: Clip) -> torch.Tensor:
         picture_1HWC = torch.cat([*clip.pieces])
-        if keeps:
+        # An earlier run of the request may have saved the same picture.
+        if chain.settings.picture.save and not clip.files.made_before:
             write_video([picture_1HWC], clip.chain, clip.files, clip.figures)
         return picture_1HWC
 
-    pictures: list[torch.Tensor] = []
-    if missing:
-        with events.of_job(PICTURE) as own:
-            embeds = text_embeds(plan, models, own)
-            denoise_samples(missing, embeds, models, own)
-            pictures = [*decode_samples(missing, models, own, finish=finish)]
+    with events.of_job(PICTURE) as own:
+        embeds = text_embeds(plan, models, own)
+        pictures = [Sample(alone(plan), plan, each) for each in files]
+        denoise_samples(pictures, embeds, models, own)
+        made = [*decode_samples(pictures, models, own, finish=finish)]
     if models.ranks.count > 1:
         # Rank 0 alone has decoded. All ranks must load the next model together.
         models.release()
-    for sample, picture, is_made in zip(samples, files, made_before, strict=True):
-        sample.references = []
-        if not models.ranks.is_main:
-            continue
-        if is_made:
-            events.reporter.note(f"made before by the same request: {picture.media}")
-        picture_1HWC = read_picture(picture.media)[None] if is_made else pictures.pop(0)
-        sample.references = references_to(sample.plan, picture_1HWC)
+    for sample in samples:
+        sample.references = references_to(sample.plan, made.pop(0)) if models.ranks.is_main else []
 
 
 def _make_drafts(

@@ -138,8 +138,6 @@ class Plan:
         """Size of the latents of one clip."""
         return prod(self.latent_shape) * self.hardware.dtype.itemsize
 
-    # Steps
-
     @property
     def num_steps(self) -> int:
         return len(self.timesteps) - 1
@@ -190,8 +188,6 @@ class Plan:
     @property
     def model_evaluations(self) -> int:
         return self.evaluations_after(0)
-
-    # Ranks and memory
 
     @property
     def planned_exchange(self) -> PlannedExchange | None:
@@ -331,10 +327,8 @@ def make_plan(
         use = attention_use(settings, hardware, mesh)
         attention = choose_attention(choice, use, setting=setting, tries_device=tries_device)
         if (linear := settings.precision.linear) is not LinearProducts.EXACT:
-            on = hardware.device
-            require_products(
-                linear, mmdit_config(model), device=on, dtype=dtype, tensor=mesh.tensor, tries_device=tries_device
-            )
+            config, on, tensor = mmdit_config(model), hardware.device, mesh.tensor
+            require_products(linear, config, device=on, dtype=dtype, tensor=tensor, tries_device=tries_device)
 
     parameters, files = count_parameters(settings, weights), None
     if hardware.device.type == "cpu":

@@ -29,7 +29,7 @@ from opensora_cli.engine.generate.outputs import (
     sample_files,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import PICTURE, VIDEO
+from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -295,6 +295,5 @@ def hold_from_request(
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter), finish=hold)
-    psnr_db, made_first = video.figures.given_frames_psnr_db, chain.find(PICTURE) is not None
-    report_given_frames(psnr_db, files.seed, reporter, made_first=made_first)
+    report_given_frames(chain, video.figures.given_frames_psnr_db, files.seed, reporter)
     return video, hashes

@@ -47,8 +47,8 @@ def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[Promp
     files = [(path, stamp_of(path)) for path in map(plan.weights.path, (Component.T5, Component.CLIP))]
     # Everything that decides the bits.
     key = str((files, plan.hardware.device, plan.hardware.dtype, plan.settings.text, torch.get_num_threads()))
-    known = models.prompts
-    missing = [text for text in _texts_of(plan.settings) if (key, text) not in known]
+    known, texts = models.prompts, _texts_of(plan.settings)
+    missing = [text for text in texts if (key, text) not in known]
 
     def encode(plan: Plan) -> list[TextEmbeds]:
         with models.text_encoders(plan, events) as encoders, events.stage(TEXT):
@@ -58,10 +58,11 @@ def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[Promp
         encoded = retried(encode, plan, TEXT, models, events)[0]
         known |= {(key, text): embeds for text, embeds in zip(missing, encoded, strict=True)}
     events.timings_s.setdefault(TEXT, 0.0)
-    found = _of_segments(plan, {text: known[key, text] for text in _texts_of(plan.settings)})
-    while len(known) > _KEPT_TEXTS:
+    used = {text: known.pop((key, text)) for text in texts}
+    known |= {(key, text): embeds for text, embeds in used.items()}
+    while len(known) > _KEPT_TEXTS:  # The least recently used are first.
         del known[next(iter(known))]
-    return found
+    return _of_segments(plan, used)
 
 
 def encode_texts(texts: Iterable[str], t5: T5Encoder, clip: ClipEncoder) -> Iterator[TextEmbeds]:

@@ -8,6 +8,7 @@ from tiny_world import RecordingReporter, moving_frames, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, RELEASED_LENGTHS, ReferenceLengths, reference_parts
 from opensora_cli.core.exceptions import MediaError, RequestError
+from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.decode import report_given_frames
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, read_references
@@ -76,15 +77,10 @@ def test_a_reference_of_another_rate_is_warned_of(tmp_path):
 
 @pytest.mark.parametrize(("psnr_db", "warns"), [(16.0, True), (23.9, True), (24.1, False)])
 def test_given_frames_that_do_not_come_back_are_warned_of(reporter, psnr_db, warns):
-    report_given_frames(psnr_db, 7, reporter, made_first=False)
+    report_given_frames(Chain(()), psnr_db, 7, reporter)
     [line] = reporter.warnings if warns else reporter.notes
     assert line.startswith(f"given frames came back at {psnr_db} dB PSNR (seed 7)")
     assert len(reporter.warnings + reporter.notes) == 1
-
-
-def test_a_picture_that_osora_made_is_no_bad_reference_of_the_user(reporter):
-    report_given_frames(16.0, 7, reporter, made_first=True)
-    assert (reporter.notes, reporter.warnings) == (["the picture made first came back at 16.0 dB PSNR (seed 7)"], [])
 
 
 @pytest.mark.parametrize("pieces", [[4], [1, 3], [1, 1, 1, 1]])
