@@ -1,4 +1,4 @@
-"""Settings and facts that results, sidecars and saved latents record. Needs no torch."""
+"""Settings and facts that results, sidecars, saved latents and checkpoints record. Needs no torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,6 +18,7 @@ from opensora_cli.settings.load import SavedSettings, read_sidecar
 
 _MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png"})
 _WEIGHTS_ENDING = ".safetensors"
+_RUN_SETTINGS = "settings.json"
 _MODEL_KEYS = ("model", "device_name", "dtype")
 
 
@@ -28,7 +29,7 @@ class Shown(Document):
 
     path: Path
     kind: str
-    """result, sidecar, settings, state (latents of an unfinished run) or latents."""
+    """result, sidecar, settings, state (latents of an unfinished run), latents, run or checkpoint."""
     prompt: str | None = None
     negative_prompt: str | None = None
     seed: int | None = None
@@ -37,6 +38,8 @@ class Shown(Document):
     settings: dict[str, Any] = Field(default={})
     recorded: dict[str, Any] = Field(default={})
     """Other facts in the file."""
+    summary: tuple[str, ...] = ()
+    """Lines about a checkpoint."""
 
     def lines(self) -> list[str]:
         sizes = [self.recorded.get(key) for key in ("width", "height", "num_frames", "fps")]
@@ -51,11 +54,14 @@ class Shown(Document):
             "timings": ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.timings_s.items()),
         }
         known = [f"{name:9} {value}" for name, value in facts.items() if value not in (None, "")]
-        return [*known, *(f"setting   {line}" for line in _flat(self.settings))]
+        return [*known, *self.summary, *(f"setting   {line}" for line in _flat(self.settings))]
 
 
-def show_recorded(path: Path) -> Shown:
-    """Return the facts in a file. Raises FileProblem if the file is missing, broken, or of no known kind."""
+def show_recorded(path: Path) -> Shown | None:
+    """Return the facts in a file; None for weights, whose tensors `osora ckpt inspect` reads.
+
+    Raises FileProblem if the file is missing, broken, or of no known kind.
+    """
     with reading(path):
         path.stat()
     kind, document = "sidecar", dict[str, Any]()
@@ -68,7 +74,10 @@ def show_recorded(path: Path) -> Shown:
         else:
             raise FileProblem(f"{path} records nothing, and has no sidecar {sidecar.name} beside it")
     elif path.suffix == _WEIGHTS_ENDING:
-        latents = open_latents(path)
+        try:
+            latents = open_latents(path)
+        except CheckpointError:
+            return None
         kind = "latents" if latents.steps is None else "state"
         document = {"settings": latents.settings, REQUEST_KEY: latents.request_sha256, STEPS_KEY: latents.steps}
     elif path.suffix == ".json":
@@ -76,7 +85,7 @@ def show_recorded(path: Path) -> Shown:
         if not isinstance(document.get("settings"), dict):
             kind, document = "settings", {"settings": document}
     else:
-        raise FileProblem(f"{path} is no result, sidecar or saved latents", hint="osora ckpt inspect reads weights")
+        return None
     # Prompt and seed may be in the settings only.
     settings = found if isinstance(found := document.get("settings"), dict) else {}
     sampling = settings.get("sampling")
@@ -126,6 +135,13 @@ def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
 def _is_media(path: Path) -> bool:
     """Return whether a path is a result: a picture, a video, or the folder of a PNG sequence."""
     return any(path.glob("frame_*.png")) if path.is_dir() else path.suffix.lower() in _MEDIA_ENDINGS
+
+
+def run_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of the training run that wrote weights; empty for weights from elsewhere."""
+    folders = (path, *path.parents[:2]) if path.is_dir() else path.parents[:2]
+    file = next((folder / _RUN_SETTINGS for folder in folders if (folder / _RUN_SETTINGS).is_file()), None)
+    return {} if file is None else read_json_object(file, hint="it is not the settings of a run")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

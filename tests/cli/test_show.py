@@ -48,6 +48,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("frames").mkdir()
     Path("frames/frame_0000.png").write_bytes(Path("a.png").read_bytes())
     Path("frames.json").write_text(json.dumps(SIDECAR))
+    Path("run").mkdir()
+    save_file({"weight": torch.zeros(2, 3)}, "run/model.safetensors")
+    Path("run/settings.json").write_text(json.dumps({"target": "vae", "loop": {"steps": 4}}))
     return tmp_path
 
 
@@ -81,6 +84,13 @@ def test_latents(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> No
     assert (document["kind"], document["prompt"], document["seed"]) == (kind, "sea", 7)
 
 
+@pytest.mark.parametrize("name", ["run", "run/model.safetensors"])
+def test_weights_and_the_run_that_wrote_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, name)
+    assert "parameters  6" in out
+    assert "setting   loop.steps=4" in out
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -88,7 +98,6 @@ def test_latents(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> No
         ("b.json", b"[1]", "b.json is broken"),
         ("b.json", b'{"settings": {}, "seed": "x"}', "b.json is damaged"),
         ("b.safetensors", b"short", "b.safetensors"),
-        ("b.bin", b"", "osora ckpt inspect reads weights"),
     ],
 )
 def test_broken_files(name: str, content: bytes, message: str, osora) -> None:
