@@ -74,7 +74,7 @@ def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
 
     Examples:
       osora ckpt merge-lora Open_Sora_v2.safetensors my-adapter merged.safetensors
-      osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --scale -1
+      osora ckpt merge-lora merged.safetensors my-adapter base.pt --scale -1
     """
     _refuse_early(settings, settings.base, settings.adapter)
     with call.loading():
