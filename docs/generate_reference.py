@@ -175,7 +175,7 @@ def documents_pages() -> dict[str, str]:
         )
     found["json_documents.md"] = (
         "# JSON documents\n\n`--json` prints one document to stdout. Its key `schema` has the name and the version, "
-        "such as `osora.plan/6`. The version rises when a key is removed or changes its meaning.\n\n"
+        "such as `osora.plan/7`. The version rises when a key is removed or changes its meaning.\n\n"
         f"{_table(('command', 'documents'), rows)}\n"
     )
     return found

@@ -128,7 +128,7 @@ class PlannedFile(Document):
 class PlanDocument(Document):
     """Plan of a generation, with its jobs, memory and files."""
 
-    SCHEMA = "osora.plan/6"
+    SCHEMA = "osora.plan/7"
 
     verdict: str
     """Whether the request fits, its memory, and its predicted time."""

@@ -216,7 +216,7 @@ def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):
 def test_documents(world, tmp_path):
     made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
     document = json.loads(json.dumps(PlanDocument.of(alone(made)).to_json(), allow_nan=False))
-    assert document["schema"] == "osora.plan/6"
+    assert document["schema"] == "osora.plan/7"
     assert document["model_evaluations"] == 3 * made.model_evaluations
     [job] = document["jobs"]
     assert (job["role"], job["missing_weights"], job["height"]) == ("video", [], made.height)
