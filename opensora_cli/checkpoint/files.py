@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,12 +61,6 @@ def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> st
             if advance is not None:
                 advance(count)
     return digest.hexdigest()
-
-
-def listing_sha256(hashes: Mapping[str, str]) -> str:
-    """Return the SHA-256 of the lines that `sha256sum` prints for files, from their names and hashes."""
-    lines = (f"{digest}  {name}\n" for name, digest in hashes.items())
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def check_target(path: Path, *, format: Format, overwrite: bool, sources: Iterable[Path] = (), needed: int = 0) -> None:

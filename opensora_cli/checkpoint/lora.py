@@ -31,7 +31,7 @@ from opensora_cli.checkpoint.formats.peft import (
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor, rounded
 from opensora_cli.checkpoint.transforms import FP8_DTYPES
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few, shown
 from opensora_cli.core.reading import parse_object, read_json_object
 
@@ -42,7 +42,6 @@ _PEFT_PREFIX, _COMFYUI_PREFIX = "base_model.model.", "diffusion_model."
 DOTTED_PREFIXES = (_PEFT_PREFIX, _COMFYUI_PREFIX, "transformer.", "model.")
 """Possible prefixes of layer paths with dots."""
 
-_PICKLED_FILE = "adapter_model.bin"
 _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_METADATA, _DIFFUSERS_PREFIX = "lora_adapter_metadata", "transformer."
 _METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha", "transformer.lora_alpha", "ss_network_alpha")
@@ -52,7 +51,6 @@ _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<letter>[AB])|lora[._](?P<word>down|up))(?:\.default)?\.weight", re.DOTALL
 )
 _ALPHA = ".alpha"
-_TEXT_ENCODERS = re.compile(r"lora_te\d?_|text_encoders?[._\d]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +126,7 @@ def open_adapter(path: Path) -> Adapter:
         path = path / _DIFFUSERS_FILE
     config_file, weights = adapter_files(path)
     fields = _read_fields(config_file) if path.is_dir() or path.name == WEIGHTS_FILE else None
-    if fields is not None and not weights.exists() and (path / _PICKLED_FILE).exists():
-        raise CheckpointError(
-            f"{path} has {_PICKLED_FILE} and no {WEIGHTS_FILE}",
-            hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
-        )
     entries, metadata = open_safetensors(weights if fields is None else _regular_file(weights))
-    if of_text := next(filter(None, map(_TEXT_ENCODERS.match, entries)), None):
-        raise RequestError(
-            f"{weights} has {shown(of_text.string)}: adapters of text encoders cannot be added",
-            hint=f"leave them out: osora ckpt convert {weights} NEW.safetensors --drop '{of_text[0]}*'",
-        )
     style = style_of(entries)
     if style is None:
         raise CheckpointError(

@@ -47,10 +47,14 @@ from opensora_cli.community import own_piece, rank_and_count, refused, unwrapped
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
-from opensora_cli.core.formatting import escaped, plain, without_credentials
+from opensora_cli.core.formatting import escaped, first_few, plain, without_credentials
 
 _ADAPTER_FOLDER = "lora"
 _STATE_FILES = (f"{OPTIMIZER_FOLDER}/optimizer.pt", "lr_scheduler.pt", "sampler.pt")
+_REPLACED = (
+    *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
+    *(*_STATE_FILES, RUNNING_STATES_FILE),
+)
 _T = TypeVar("_T")
 
 
@@ -115,6 +119,7 @@ class CheckpointIO:
         running = {"epoch": epoch, "step": step, "global_step": updates, "batch_size": batch_size}
 
         def copy_and_write() -> None:
+            _refuse_to_replace(folder)
             remove_unfinished(folder.parent)
             copies = {
                 name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in group.items()}
@@ -188,6 +193,14 @@ def _refuse(booster: object, wants_master: bool) -> None:
         raise RequestError("booster must be None, as osora does without ColossalAI", hint="save(None, save_dir, model)")
     if wants_master:
         raise RequestError("include_master_weights: optimizers hold no weights here", hint="save(..., master=weights)")
+
+
+def _refuse_to_replace(folder: Path) -> None:
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in _REPLACED) if folder.is_dir() else []
+    if foreign:
+        raise OutputError(
+            f"{folder} holds more than a checkpoint: {first_few(foreign)}", hint="move it, or save to another folder"
+        )
 
 
 def _gathered(state: _T) -> _T:

@@ -32,8 +32,8 @@ _CHUNK_BYTES = 2**20
 # Base of all errors of the HTTP library, httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _InvalidURL: type[Exception] = getattr(sys.modules[_HTTPError.__module__.partition(".")[0]], "InvalidURL", _HTTPError)
-# Errors that an answer of another form causes.
-_UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+# Errors of a broken connection, and those that an answer of another form causes.
+_UNEXPECTED = (_HTTPError, _InvalidURL, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 Advance = Callable[[int], None]
 _Commit = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
@@ -173,6 +173,7 @@ def _explained(repo: str, *more: type[Exception]) -> Iterator[None]:
         token = "with the account of your token, which must be allowed to read such repositories"
     access = f"accept its terms at {_endpoint()}/{repo}, {token}"
     again = "the same command continues from what has arrived"
+    unexpected: tuple[type[Exception], ...] = (*_UNEXPECTED, *more)
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -188,7 +189,7 @@ def _explained(repo: str, *more: type[Exception]) -> Iterator[None]:
         status = error.response.status_code
         reason = f"{repo}: the Hub answers {status} {error.response.reason_phrase}".rstrip()
         raise CheckpointError(reason, hint=access if status in (401, 403) else f"try again later: {again}") from error
-    except (_HTTPError, _InvalidURL, *_UNEXPECTED, *more) as error:
+    except unexpected as error:
         cause = plain(without_credentials(" ".join(str(error).split()))[:300]) or type(error).__name__
         raise CheckpointError(
             f"{repo}: {_endpoint()} does not answer as the Hub does: {cause}",

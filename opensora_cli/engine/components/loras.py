@@ -4,6 +4,7 @@ A generation computes adapters beside the layers. The weights of the layers stay
 shared by all ranks, in 8 bits, or offloaded to the host.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.files import listing_sha256, sha256_of
+from opensora_cli.checkpoint.files import sha256_of
 from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import rounded
@@ -105,7 +106,8 @@ def _open(file: LoraFile, transformer: nn.Module) -> Lora:
             hint="what follows the last colon must be a number, as in :0.8",
         )
     adapter = open_fitting(path, transformer)
-    sha256 = listing_sha256({each.name: _examine(each, stamp_of(each))[0] for each in adapter.files})
+    listing = "".join(f"{_examine(each, stamp_of(each))[0]}  {each.name}\n" for each in adapter.files)
+    sha256 = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
     if file.sha256 is not None and file.sha256 != sha256:
         raise CheckpointError(
             f"{path} has changed since the run that is repeated: its SHA-256 is {sha256[:12]}..., not "
@@ -128,7 +130,7 @@ def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
     require_fit(
         adapter,
         {name: shape for name, shape in shapes.items() if name in linears},
-        hint=f"osora ckpt inspect {adapter.files[-1]} lists its tensors",
+        hint=f"osora ckpt inspect {adapter.files[-1]} lists its tensors; osora ckpt convert --drop removes some",
     )
     require_finite(adapter.files)
     return adapter

@@ -3,10 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Self
 
 import torch.distributed as dist
-from pydantic import Field
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
@@ -16,7 +14,7 @@ from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, WireFormat, shares, span
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
-from opensora_cli.settings.devices import AllToAll, Compression, ExchangeSettings
+from opensora_cli.settings.devices import Compression, ExchangeSettings
 from opensora_cli.settings.generate import GenerateSettings
 
 _EVEN = 1.05
@@ -133,27 +131,10 @@ def exchanged_bytes(
 class PlannedExchange(Document):
     """Exchange of tokens for heads between ranks, with its bytes."""
 
-    all_to_all: AllToAll
-    compression: Compression
-    inner_ranks: int
-    """Ranks of the inner stage of a two-stage exchange; 1 means one stage."""
+    how: str
+    """Method: stages and compression."""
     bytes_per_evaluation: Mapping[str, int]
     """Bytes that all ranks send for one evaluation of the model: `sent`, or with two stages `inside` and `between`."""
-    how: str = Field(exclude=True)
-    """Text of `describe_exchange`."""
-
-    @classmethod
-    def of(
-        cls, parallel: ExchangeSettings, plan: ExchangePlan, mesh: MeshShape, *, bytes_per_evaluation: Mapping[str, int]
-    ) -> Self:
-        """Return the document for an exchange plan."""
-        return cls(
-            all_to_all=parallel.all_to_all,
-            compression=parallel.compression,
-            inner_ranks=plan.inner,
-            bytes_per_evaluation=bytes_per_evaluation,
-            how=describe_exchange(parallel, plan, mesh),
-        )
 
     def line(self) -> str:
         """Return the exchange as a line of text."""

@@ -24,6 +24,7 @@ from opensora_cli.engine.components.loras import Lora, open_loras
 from opensora_cli.engine.components.parallelize import (
     PlannedExchange,
     choose_mesh,
+    describe_exchange,
     exchanged_bytes,
     plan_exchange,
     require_branches,
@@ -202,7 +203,8 @@ class Plan:
             text_tokens=self.settings.text.t5_max_length,
             itemsize=self.hardware.dtype.itemsize,
         )
-        return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, bytes_per_evaluation=exchanged)
+        how = describe_exchange(self.settings.parallel, self.exchange, self.mesh)
+        return PlannedExchange(how=how, bytes_per_evaluation=exchanged)
 
     @property
     def budget_bytes(self) -> int:

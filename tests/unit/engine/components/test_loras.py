@@ -193,7 +193,7 @@ class TestOpenLoras:
             CheckpointError, match="is for 1 weights that are not in the model: lora_unet_double"
         ) as raised:
             plan_of(str(tmp_path / "a.safetensors"))
-        assert raised.value.hint == f"osora ckpt inspect {tmp_path / 'a.safetensors'} lists its tensors"
+        assert raised.value.hint.startswith(f"osora ckpt inspect {tmp_path / 'a.safetensors'} lists its tensors")
 
     def test_paths_and_scales(self, tmp_path, style):
         shutil.copytree(style, tmp_path / "style:new")
