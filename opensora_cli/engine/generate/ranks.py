@@ -33,9 +33,8 @@ from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPU
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
-from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+from opensora_cli.parallel.sequence import SequenceParallel, open_exchange, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths
-from opensora_cli.parallel.ulysses import open_exchange
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.devices import DType
 from opensora_cli.settings.generate import GenerateSettings
