@@ -7,12 +7,12 @@ import torch.distributed as dist
 from shared_tokens import mesh_of
 from small_stages import small_stages
 
+from opensora_cli.engine.components.parallelize import share_tokens
 from opensora_cli.engine.generate import plan as planning
-from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.parallel.sequence import SequenceParallel
 from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -52,12 +52,4 @@ def divided(model: MMDiT, mesh: ParallelMesh) -> SequenceParallel:
     """Let a model compute with this rank's share of the weights, if any is divided, and of the tokens."""
     if mesh.shape.tensor > 1:
         shard_transformer(model, mesh.group("tensor"))
-    lengths = SequenceLengths.of_mesh(mesh)
-    model.set_attention(sequence_attention(model.attention, mesh, lengths))
-    return SequenceParallel(
-        model,
-        mesh.group("ring", "ulysses"),
-        lengths,
-        sequence_inputs=SEQUENCE_INPUTS,
-        text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
-    )
+    return share_tokens(model, mesh)

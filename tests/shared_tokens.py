@@ -13,9 +13,8 @@ from torch import Tensor
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.sequence import sequence_attention
+from opensora_cli.parallel.sequence import open_exchange, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, span
-from opensora_cli.parallel.ulysses import open_exchange
 
 
 def mesh_of(*, ring: int = 1, ulysses: int = 1, tensor: int = 1, device_type: str = "cpu") -> ParallelMesh:

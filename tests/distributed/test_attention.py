@@ -12,8 +12,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.parallel.sequence import UlyssesAttention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares
-from opensora_cli.parallel.ulysses import UlyssesAttention
 
 Pool = Callable[[int], Any]
 

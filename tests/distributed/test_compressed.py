@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.parallel.collectives import all_to_all, exchange_directly
+from opensora_cli.parallel.sequence import compressed
 from opensora_cli.parallel.shares import WireFormat
-from opensora_cli.parallel.ulysses import compressed
 
 _RANKS = 4
 

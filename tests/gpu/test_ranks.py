@@ -18,8 +18,8 @@ from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.collectives import all_gather, all_reduce_sum, all_to_all, exchange_directly, reduce_scatter
+from opensora_cli.parallel.sequence import compressed
 from opensora_cli.parallel.shares import shares
-from opensora_cli.parallel.ulysses import compressed
 
 GPUS = torch.cuda.device_count()
 STEPS = 10

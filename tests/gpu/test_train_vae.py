@@ -1,11 +1,10 @@
-"""Autoencoders in training on a CUDA device: the loss and the gradients of a CPU, and steps that lower it."""
+"""Autoencoders in training on a CUDA device: the loss and the gradients of a CPU."""
 
 import pytest
 import torch
-from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
+from tiny_autoencoders import NUM_FRAMES, clip_batch, vae_task
 
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.train.distribution import Distribution
 
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
 
@@ -33,15 +32,3 @@ def test_loss_and_gradients_are_those_of_a_cpu(kind, monkeypatch):
     assert cuda_opposing == pytest.approx(opposing, rel=1e-4)
     assert cuda_figures == pytest.approx(figures, rel=1e-3, abs=1e-4)
     assert torch.allclose(cuda_gradient, gradient, rtol=1e-2, atol=1e-4 * float(gradient.abs().max()))
-
-
-@pytest.mark.parametrize("kind", ["hunyuan", "dc_ae"])
-def test_it_learns(kind):
-    task = vae_task(kind, squared_error_weight=1.0, discriminator={**DISCRIMINATOR, "start_step": 25})
-    task.module.to("cuda")
-    task.adversary.module.to("cuda")
-    trainer = vae_trainer(task, mixed_batches(kind), steps=30, distribution=Distribution(torch.device("cuda")))
-    figures = [trainer.do_step().figures for _ in range(30)]
-    losses = [each["loss"] for each in figures[:25]]
-    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
-    assert ["adversary_loss" in each for each in figures].count(True) == 5

@@ -16,9 +16,8 @@ from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPU
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import new_group
 from opensora_cli.parallel.ring import RingAttention
-from opensora_cli.parallel.sequence import SequenceParallel
+from opensora_cli.parallel.sequence import SequenceParallel, UlyssesAttention
 from opensora_cli.parallel.shares import SequenceLengths
-from opensora_cli.parallel.ulysses import UlyssesAttention
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.load import load_preset

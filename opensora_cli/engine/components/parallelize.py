@@ -3,19 +3,27 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
-from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, WireFormat, shares, span
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, SequenceLengths, WireFormat, shares, span
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
 from opensora_cli.settings.devices import Compression, ExchangeSettings
 from opensora_cli.settings.generate import GenerateSettings
+
+if TYPE_CHECKING:
+    from opensora_cli.models.mmdit.model import MMDiT
+    from opensora_cli.parallel.collectives import Exchange
+    from opensora_cli.parallel.mesh import ParallelMesh
+    from opensora_cli.parallel.sequence import SequenceParallel
 
 _EVEN = 1.05
 """Heads count as evenly divided if the busiest rank computes at most this many times the mean."""
@@ -150,6 +158,24 @@ def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: Mesh
     if parallel.compression is not Compression.NONE:
         words.append(parallel.compression)
     return ", ".join(words)
+
+
+def share_tokens(transformer: "MMDiT", mesh: "ParallelMesh", exchange: "Exchange | None" = None) -> "SequenceParallel":
+    """Return a function like the transformer that computes this rank's share of the tokens.
+
+    The transformer gets attention between ranks. `exchange` is that of `open_exchange`.
+    """
+    from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
+
+    lengths = SequenceLengths.of_mesh(mesh)
+    transformer.set_attention(sequence_attention(transformer.attention, mesh, lengths, exchange=exchange))
+    return SequenceParallel(
+        transformer,
+        mesh.group("ring", "ulysses"),
+        lengths,
+        sequence_inputs=SEQUENCE_INPUTS,
+        text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
+    )
 
 
 def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.progress import Reporter
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, DOWNLOADS, OPEN_SORA_V2, WeightNames
-from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
+from opensora_cli.models.text.sizes import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 from opensora_cli.settings.components import VAEKind, settings_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.tools import EncodeSettings

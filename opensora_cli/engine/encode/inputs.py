@@ -9,7 +9,7 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, download_command, packaged_demo
 from opensora_cli.models.registry import WeightNames
-from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
+from opensora_cli.models.text.sizes import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
 from opensora_cli.settings.train import TrainSettings
 
 NO_TABLE, TABLE_HINT = "data.table is not set", "name a table of clips: osora data scan makes one of a folder"

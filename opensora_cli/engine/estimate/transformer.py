@@ -295,7 +295,7 @@ def _for_heads(
 
 
 def _exchanged(exchange: ExchangePlan, tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
-    from opensora_cli.parallel.ulysses import compressed
+    from opensora_cli.parallel.sequence import compressed
 
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     # One rank represents all senders.

@@ -17,6 +17,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.core.ranks import RankContext, beat
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
+from opensora_cli.engine.components.parallelize import share_tokens
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import refined_with_mode
@@ -28,13 +29,11 @@ from opensora_cli.engine.launch.rank import (
     rank_device,
     settings_of_ranks,
 )
-from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
-from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths
-from opensora_cli.parallel.ulysses import open_exchange
+from opensora_cli.parallel.sequence import open_exchange
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.devices import DType
 from opensora_cli.settings.generate import GenerateSettings
@@ -107,17 +106,7 @@ class Ranks:
         """Return a function like the transformer that computes this rank's share of the tokens."""
         if self.device is None or self.mesh.shape.ring * self.mesh.shape.ulysses == 1:
             return transformer
-        lengths = SequenceLengths.of_mesh(self.mesh)
-        transformer.set_attention(
-            sequence_attention(transformer.attention, self.mesh, lengths, exchange=self._exchange)
-        )
-        return SequenceParallel(
-            transformer,
-            self.mesh.group("ring", "ulysses"),
-            lengths,
-            sequence_inputs=SEQUENCE_INPUTS,
-            text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
-        )
+        return share_tokens(transformer, self.mesh, self._exchange)
 
     def share_branches(self, velocity: VelocityFn, *, on_evaluation: Callable[[], None]) -> VelocityFn:
         """Return the same velocity, computed together: each rank evaluates its share of the branches."""

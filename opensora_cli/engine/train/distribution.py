@@ -21,9 +21,9 @@ from opensora_cli.engine.launch.rank import agreed, device_type, joined, setting
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.collectives import Exchange, all_gather
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
+from opensora_cli.parallel.sequence import open_exchange
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, span
 from opensora_cli.parallel.tensor import FeatureCut
-from opensora_cli.parallel.ulysses import open_exchange
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 

@@ -14,13 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.engine.components.compiled import compile_blocks
+from opensora_cli.engine.components.parallelize import share_tokens
 from opensora_cli.engine.train.distribution import WEIGHT_AXES, Distribution, WeightLayout, moved
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.linears import Split
-from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
+from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
 from opensora_cli.settings.train_sections import Checkpointing
 
@@ -77,17 +76,7 @@ def parallelize(
 
     # Sequence parallel: each rank has some tokens of every clip.
     if mesh is not None and mesh.shape.ring * mesh.shape.ulysses > 1:
-        lengths = SequenceLengths.of_mesh(mesh)
-        transformer.set_attention(
-            sequence_attention(transformer.attention, mesh, lengths, exchange=ranks.token_exchange)
-        )
-        forward = SequenceParallel(
-            transformer,
-            mesh.group("ring", "ulysses"),
-            lengths,
-            sequence_inputs=SEQUENCE_INPUTS,
-            text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
-        )
+        forward = share_tokens(transformer, mesh, ranks.token_exchange)
 
     # Activation checkpointing: backward recomputes blocks from their inputs.
     checkpoint_blocks(transformer, activations)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text.clip import ClipTextModel
-from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
-from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.sizes import CLIP_VOCABULARIES, T5_VOCABULARIES, ClipSizes, T5Sizes, require_files
 from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.models.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -1,9 +1,10 @@
-"""Sizes of text encoders, from their configurations, and their number of parameters, without building them.
+"""Folders of text encoders: sizes in their configurations, parameters without building a model, and missing files.
 
-Keys and defaults of configurations are those of transformers' `T5Config` and `CLIPTextConfig`.
+Keys and defaults of configurations are those of transformers' `T5Config` and `CLIPTextConfig`. Importing this module
+imports no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,7 +12,13 @@ from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.reading import read_json_object, reading, stays_inside
+
+T5_VOCABULARIES = (("spiece.model",), ("tokenizer.json",))
+CLIP_VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 _Epsilon = Annotated[float, Field(ge=0, lt=1)]
 _CONFIG = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
@@ -113,3 +120,32 @@ class ClipSizes(_Sizes):
         width, inner = self.hidden_size, self.intermediate_size
         attention, mlp = 4 * (width * width + width), 2 * width * inner + inner + width
         return (self.vocab_size + self.max_length) * width + self.num_layers * (attention + mlp + 4 * width) + 2 * width
+
+
+def missing_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> list[str]:
+    """Return the missing files of a transformers folder, without reading weights. One of `vocabularies` suffices."""
+    missing = [] if (folder / "config.json").is_file() else [str(folder / "config.json")]
+    if not any((folder / name).is_file() for name in _WEIGHT_FILES):
+        indexes = [folder / name for name in _INDEX_FILES if (folder / name).is_file()]
+        missing += _missing_shards(indexes[0]) if indexes else [str(folder / _WEIGHT_FILES[0])]
+    if not any(all((folder / name).is_file() for name in names) for names in vocabularies):
+        choices = " or ".join(" + ".join(names) for names in vocabularies)
+        missing.append(str(folder / choices))
+    return missing
+
+
+def require_files(folder: Path, *, vocabularies: Sequence[Sequence[str]]) -> None:
+    """Raise CheckpointError that names every file that `folder` lacks."""
+    missing = missing_files(folder, vocabularies=vocabularies)
+    if missing:
+        state = "is incomplete" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"text encoder folder {folder} {state}; missing: {', '.join(missing)}")
+
+
+def _missing_shards(index: Path) -> list[str]:
+    places = read_json_object(index, problem=CheckpointError, hint="fetch it again").get("weight_map")
+    if not isinstance(places, dict) or not all(stays_inside(shard) for shard in places.values()):
+        raise CheckpointError(f"{index} is no index of weight files in its folder", hint="fetch it again")
+    shards = sorted(set(places.values()))
+    with reading(index.parent, problem=CheckpointError):
+        return [str(index.parent / shard) for shard in shards if not (index.parent / shard).is_file()]

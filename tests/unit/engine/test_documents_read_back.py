@@ -25,8 +25,7 @@ from opensora_cli.engine.train.checkpoints import read_running_states
 from opensora_cli.engine.train.metrics import truncate_log
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
-from opensora_cli.models.text.files import missing_files
-from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes, missing_files
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import (

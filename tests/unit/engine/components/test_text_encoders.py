@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.components.architectures import load_clip, load_t5
-from opensora_cli.models.text.files import T5_VOCABULARIES, missing_files
+from opensora_cli.models.text.sizes import T5_VOCABULARIES, missing_files
 
 SENTENCES = ["a night boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
 T5_SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
