@@ -181,19 +181,15 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak of resident memory of this process, with mapped files; see `peak_memory_gib`."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":
-        # getrusage starts with the peak of the process that this one was forked from.
-        peak = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        if peak is not None:
-            return int(peak[1]) * 1024
-    import resource
+    """Return the peak of resident memory of this process, with mapped files; see `peak_memory_gib`.
 
-    # Kilobytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    Without a known peak, as on macOS, it is the present memory.
+    """
+    status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
+    if peak := re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE):
+        return int(peak[1]) * 1024
+    memory = psutil.Process().memory_info()
+    return int(getattr(memory, "peak_wset", memory.rss))
 
 
 def release_memory(device: torch.device) -> None:

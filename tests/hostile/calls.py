@@ -13,10 +13,10 @@ from itertools import groupby
 
 from hostile import judge
 from hostile.endings import ENDED, Commands, Ended
-from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage
+from hostile.failing_calls import BREAKAGES, Breakage
 from hostile.inputs import Base, Inputs
 from hostile.judge import Fault
-from hostile.sandbox import Folder, NotPossibleError, Outcome, Sandbox, empty
+from hostile.sandbox import Folder, Outcome, Sandbox, empty
 
 _LOG = "calls.log"
 _RUN_LOG = "/log.jsonl"
@@ -31,7 +31,7 @@ _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
 
 @dataclass
 class Calls:
-    """Breaks calls of commands, which a number chooses. Raises NotPossibleError where there is no compiler."""
+    """Breaks calls of commands, which a number chooses."""
 
     sandbox: Sandbox
     inputs: Inputs
@@ -41,10 +41,6 @@ class Calls:
     _folders: dict[str, Folder] = field(default_factory=dict)
     _next: dict[tuple[object, ...], list[Fault]] = field(default_factory=dict)
     """Faults of the next run, by what it found: many calls that break leave the same."""
-
-    def __post_init__(self) -> None:
-        if not self.sandbox.fails_calls:
-            raise NotPossibleError(NO_COMPILER)
 
     def faults(self, number: int) -> tuple[str, list[Fault]]:
         """Return which call was broken how, and what is wrong with what the command or the next run left."""

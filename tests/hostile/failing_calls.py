@@ -8,8 +8,6 @@ from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
-NO_COMPILER = "there is no C compiler to build the library that breaks system calls"
-
 
 class Breakage(IntEnum):
     """What happens to a call; numbers as in `failing_calls.c`."""

@@ -36,7 +36,7 @@ TIME_LIMIT_S = 240.0
 
 
 class NotPossibleError(Exception):
-    """This machine gives no user without rights access to Python or to osora."""
+    """This machine has no C compiler, or gives no user without rights access to Python or to osora."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,6 @@ class Sandbox:
 
     def __init__(self) -> None:
         self.uid = NOBODY if os.geteuid() == 0 else None
-        self.fails_calls = False
-        """Whether `failing_calls` is possible: without a compiler it is not."""
         self._number = 0
 
     def __enter__(self) -> Self:
@@ -100,9 +98,9 @@ class Sandbox:
         self._root.chmod(0o755)
         environment = {**self.environment(Folder(self._root / "nowhere")), "HF_HOME": str(self._root / "hub")}
         library = failing_calls.build(self._root)
-        if library is not None:
-            environment["LD_PRELOAD"] = str(library)
-        self.fails_calls = library is not None
+        if library is None:
+            raise NotPossibleError("there is no C compiler to build the library that breaks system calls")
+        environment["LD_PRELOAD"] = str(library)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hostile.warm", *self._needed()],
             stdin=subprocess.PIPE,
