@@ -31,7 +31,8 @@ class Given(NamedTuple):
 def find_checkpoint(output: Path, resume: Path | bool) -> Path:
     """Return the checkpoint to resume from: `resume`, or the newest. Raises CheckpointError if there is none."""
     folders = all_epoch_folders(output) if output.is_dir() else []
-    if isinstance(resume, Path):
+    if not isinstance(resume, bool):
+        resume = Path(resume)
         if not resume.is_dir():
             raise CheckpointError(f"{resume} is no folder of a checkpoint")
         # Use the path within the run's folder, so that it compares equal to its entry there.

@@ -52,15 +52,9 @@ class TrainPlan(Document):
 
     verdict: str | None = None
     """Whether a rank fits, its memory, and the predicted time of all steps. None means not estimated."""
-    target: str
     parameters: int
     """Number of trained parameters."""
-    steps: int
-    output: Path
-    """Folder of checkpoints, log and exports."""
-    exports: tuple[str, ...]
     resume: bool
-    ranks: int
     weights: dict[str, Path]
     """Paths of the frozen parts, by name."""
     missing_weights: tuple[str, ...]
@@ -100,16 +94,17 @@ class TrainPlan(Document):
         prompts = first_few(samples.prompts)
         clips = f"{validation.batches} batches of {validation.table or 'held-out clips'}"
         count = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
-        steps = f"{self.steps}, {count} micro-batch{'' if count == 1 else 'es'} each"
+        output, ranks = Path(settings.output), settings.parallel.world_size
+        steps = f"{settings.loop.steps}, {count} micro-batch{'' if count == 1 else 'es'} each"
         if self.resume_from:
-            steps += f", resumed from {find_checkpoint(self.output, self.resume_from)}"
+            steps += f", resumed from {find_checkpoint(output, self.resume_from)}"
         rows: list[tuple[str, object]] = [
-            ("target", self.target),
+            ("target", settings.target),
             ("parameters", f"{self.parameters:,}"),
             ("steps", steps),
-            ("devices", self.ranks > 1 and settings.parallel.describe(settings.strategy)),
+            ("devices", ranks > 1 and settings.parallel.describe(settings.strategy)),
             ("threads", self.threads.line()),
-            ("output", f"{self.output}: {', '.join(self.exports)}"),
+            ("output", f"{output}: {', '.join(settings.exports)}"),
             *(("memory", line) for line in self.memory_lines),
             ("attention", self.attention and self.attention.line()),
             ("cache", settings.clip_cache),
@@ -168,13 +163,8 @@ def plan_training(
         )
     frozen = find_frozen_weights(settings)
     return TrainPlan(
-        target=settings.target,
         parameters=count_parameters(settings),
-        steps=settings.loop.steps,
-        output=Path(settings.output),
-        exports=settings.exports,
         resume=bool(resume),
-        ranks=settings.parallel.world_size,
         weights={name: path for name, path in frozen.items() if path is not None},
         missing_weights=tuple(name for name, path in frozen.items() if path is None),
         threads=pick_threads(

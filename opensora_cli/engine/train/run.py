@@ -184,9 +184,9 @@ class _Run:
 
     def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, given: Given) -> None:
         self._plan, self._distribution, self._reporter, self._given = plan, distribution, reporter, given
-        self._settings, self._output = plan.settings, plan.output
-        self._writer = CheckpointWriter(plan.output, keep=plan.settings.checkpoints.keep, reporter=reporter)
-        self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
+        self._settings, self._output = plan.settings, Path(plan.settings.output)
+        self._writer = CheckpointWriter(self._output, keep=plan.settings.checkpoints.keep, reporter=reporter)
+        self._metrics = Metrics(plan.settings, distribution=distribution, output=self._output, reporter=reporter)
         self._trainer: Trainer
         self._attention: AttentionPlan | None = None
         self._saved: Path | None = None

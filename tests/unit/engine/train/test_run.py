@@ -267,7 +267,7 @@ class TestPlan:
         ):
             plan = plan_training(settings, resume=counted)
             if counted:
-                saved = open_checkpoint(plan.output, select=Selection.EMA).entries
+                saved = open_checkpoint(vae_folder, select=Selection.EMA).entries
                 assert plan.parameters == sum(entry.numel for entry in saved.values())
             assert plan.parameters > 1000
             assert plan.missing_weights == ()
