@@ -37,11 +37,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PP
 _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 """Other formats (MPO of some phones, TIFF) hold several pictures that are not a video."""
 
-_SHORTEST_MS = 11
-"""Shortest duration of a frame of an animation that browsers show."""
-
 _DEFAULT_DURATION_MS = 100
-"""Duration that browsers take for frames under `_SHORTEST_MS`."""
+"""Duration of a frame that names none, as in browsers."""
 
 _MOST_PIXELS = 2**35
 """Limit of pixels in all frames of an animation: 4142 frames of 3840 x 2160."""
@@ -82,8 +79,7 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
             for number in numbers:
                 picture.seek(number)
                 picture.load()  # WebP has the duration only then.
-                duration = round(picture.info.get("duration") or 0)
-                durations_ms.append(duration if duration >= _SHORTEST_MS else _DEFAULT_DURATION_MS)
+                durations_ms.append(round(picture.info.get("duration") or 0) or _DEFAULT_DURATION_MS)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
         yield VideoSource(frames=_frames(picture, path, numbers, durations_ms), fps=mean_fps)
 

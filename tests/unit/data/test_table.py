@@ -195,26 +195,10 @@ def test_parts_have_all_rows_in_order_and_all_columns(tmp_path: Path, kind: str)
     assert [cell for part in columns for cell in part["other"]] == [f"line\nof {i}" for i in range(10)]
 
 
-@pytest.mark.parametrize("name", ["path", "text"])
-def test_parquet_cells_that_are_not_text(tmp_path: Path, name: str) -> None:
+def test_numbers_and_nan_are_texts(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     write = pytest.importorskip("pyarrow.parquet").write_table
-    cells = {
-        "bytes": (pyarrow.array([b"a red boat"], pyarrow.binary()), None),
-        "list": (pyarrow.array([["a boat", "a ship"]]), None),
-        "struct": (pyarrow.array([{"short": "a boat"}]), None),
-        "nan": (pyarrow.array([math.nan]), ""),
-        "number": (pyarrow.array([42]), "42"),
-    }
-    for kind, (array, text) in cells.items():
-        path = tmp_path / f"{kind}.parquet"
-        row = {"path": ["a.mp4"], "text": ["x"], "num_frames": [9], "height": [32], "width": [32]}
-        write(pyarrow.table({**row, name: array}), path)
-        table = read_table(path)
-        if text is None:
-            assert len(table) == 0, kind
-            assert f"{name} holds" in table.bad_rows[0].reason
-        elif name == "path" and not text:
-            assert table.bad_rows[0].reason == "path is empty"
-        else:
-            assert (table.texts if name == "text" else table.paths)[0] == text, kind
+    row = {"path": ["7"], "num_frames": [9], "height": [32], "width": [32]}
+    for text, expected in ((42, "42"), (math.nan, "")):
+        write(pyarrow.table({**row, "text": [text]}), tmp_path / "table.parquet")
+        assert read_table(tmp_path / "table.parquet").texts[0] == expected

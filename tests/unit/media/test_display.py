@@ -181,11 +181,9 @@ def test_orientation_is_applied_once(tmp_path: Path, ending: str, orientation: i
 
 
 class TestAnimations:
-    @pytest.mark.parametrize(("duration", "fps"), [(0, 10), (10, 10), (20, 50), (40, 25)])
+    @pytest.mark.parametrize(("duration", "fps"), [(0, 10), (20, 50), (40, 25)])
     @pytest.mark.parametrize("ending", ["gif", "webp", "png"])
-    def test_short_frames_last_as_long_as_in_browsers(
-        self, tmp_path: Path, ending: str, duration: int, fps: float
-    ) -> None:
+    def test_frames_last_as_long_as_in_browsers(self, tmp_path: Path, ending: str, duration: int, fps: float) -> None:
         frames = [Image.new("RGB", (16, 16), (50 * index, 9, 9)) for index in range(4)]
         path = tmp_path / f"a.{ending}"
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration)
