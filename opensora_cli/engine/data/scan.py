@@ -8,6 +8,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.formatting import as_unicode, is_unicode, shown_path
+from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
 from opensora_cli.data.table import (
@@ -60,18 +61,24 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     """Write the table of a folder, at the end of the scan. Files whose names begin with a dot are ignored.
 
     Raises FileProblem if the folder has neither pictures nor videos or cannot be read, and OutputError if the table
-    exists and is not to be replaced.
+    exists and is not to be replaced, or another process writes it.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
     check_table_name(table)
     require_there(str(folder))
-    if os.path.lexists(table) and not settings.overwrite:
-        raise OutputError(
-            f"{table} exists already",
-            hint="scan with --overwrite, which also drops what you changed in it, or with another --out",
-        )
-    files, reporter = media_files(folder), reporter or SilentReporter()
+    problem, hint = f"another run writes {table}", "wait until it ends, or use another --out"
+    with sole_run(lock_beside(table, table.name), problem=problem, hint=hint):
+        if os.path.lexists(table) and not settings.overwrite:
+            raise OutputError(
+                f"{table} exists already",
+                hint="scan with --overwrite, which also drops what you changed in it, or with another --out",
+            )
+        return _scan(folder, table, settings, reporter=reporter or SilentReporter())
+
+
+def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Reporter) -> ScanResult:
+    files = media_files(folder)
     found: dict[Path, tuple[MediaFacts, str] | BrokenFile] = {}
     with (
         reporter.stage("read", total=len(files), unit="files") as progress,

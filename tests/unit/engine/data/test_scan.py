@@ -10,6 +10,7 @@ from tiny_clips import write_clip, write_rows
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
+from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.scan import ScanResult, scan, shard
 from opensora_cli.settings.data import ScanSettings, ShardSettings
 
@@ -31,6 +32,18 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, **changes: Any) -> ScanResult:
     return scan(ScanSettings(folder=str(folder), workers=2, **changes))
+
+
+def test_two_scans_to_one_table_leave_one_whole_and_one_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows = scan_module.write_table
+
+    def meanwhile(*args: Any, **options: Any) -> None:
+        with pytest.raises(OutputError, match=r"another run writes .*clips\.csv: process \d+ on "):
+            run(folder, overwrite=True)
+        write_rows(*args, **options)
+
+    monkeypatch.setattr(scan_module, "write_table", meanwhile)
+    assert run(folder).rows == 4
 
 
 def test_a_folder_becomes_a_table(folder: Path) -> None:
