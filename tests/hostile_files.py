@@ -168,6 +168,9 @@ def parquet_cells(rows: int) -> dict[str, tuple[str, list[Any]]]:
         "sizes that are no numbers": ("height", [float("nan")] * rows),
         "sizes that are missing": ("height", [None] * rows),
         "paths that are missing": ("path", [None] * rows),
+        "paths as lists": ("path", [["a.mp4"]] * rows),
+        "captions as bytes": ("text", [b"a boat"] * rows),
+        "captions as structures": ("text", [{"short": "a boat"}] * rows),
     }
 
 

@@ -87,34 +87,25 @@ def test_clips_from_several_files_are_bitwise_identical(folder):
     assert "osora data cache" in error.value.hint
 
 
-def test_a_clip_of_a_replaced_file_replaces_the_first(folder):
-    first, second = (10, 5), (10, 3)
-    references, others = ["head1"], ["latents", "prompt_embeds", "pooled_prompt_embeds"]
-
+def test_the_newest_tensors_of_a_clip_count(folder):
     def add(file, names, *, hour):
         writer = CacheWriter(folder)
         writer.add(REQUEST, {name: encoded(file[1])[name] for name in names}, file=file)
         writer.flush()
         shard = max(folder.glob("clips-*"), key=lambda path: path.stat().st_mtime_ns)
         os.utime(shard, (3600 * hour, 3600 * hour))
-
-    def held(file):
-        cache = ClipCache(folder)
+        cache, other_file = ClipCache(folder), second if file == first else first
         tensors = cache.clip(REQUEST)
         assert all(torch.equal(tensor, encoded(file[1])[name]) for name, tensor in tensors.items())
-        assert cache.names(REQUEST) == cache.names(REQUEST, file=file) == tensors.keys()
-        assert not cache.names(REQUEST, file=second if file == first else first)
-        assert not cache.names(other(1), file=file)
-        return sorted(tensors)
+        assert cache.names(REQUEST, file=file) == tensors.keys()
+        assert not cache.names(REQUEST, file=other_file)
+        return {*tensors}
 
-    add(first, [*references, *others], hour=1)
-    assert held(first) == sorted([*references, *others])
-    add(second, others, hour=2)
-    assert held(second) == sorted(others)
-    add(second, references, hour=3)
-    assert held(second) == sorted([*references, *others])
-    add(first, [*references, *others], hour=4)  # back again: the first shard is written anew
-    assert held(first) == sorted([*references, *others])
+    first, second, latents, every = (10, 5), (10, 3), {"latents"}, {"latents", "head1"}
+    assert add(first, every, hour=1) == every
+    assert add(second, latents, hour=2) == latents
+    assert add(second, {"head1"}, hour=3) == every
+    assert add(first, every, hour=4) == every  # back again: the first file is written anew
     assert len([*folder.glob("clips-*")]) == 3
 
 
