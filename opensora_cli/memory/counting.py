@@ -118,7 +118,7 @@ class TensorBytes(DispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
             return args[0].device
-        if any(map(_is_wrapper, types)):
+        if any(map(is_wrapper, types)):
             # Its operations on the inner tensors also arrive here.
             return NotImplemented
         if torch.is_inference_mode_enabled() and _is_composite(func):
@@ -304,7 +304,7 @@ def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
 def _tensors(tree: object) -> Iterator[Tensor]:
     """Yield the plain tensors of nested containers, including tensors inside wrappers such as DTensor."""
     if isinstance(tree, Tensor):
-        if _is_wrapper(type(tree)) and is_traceable_wrapper_subclass(tree):
+        if is_wrapper(type(tree)) and is_traceable_wrapper_subclass(tree):
             names, _ = tree.__tensor_flatten__()
             yield from _tensors([getattr(tree, name) for name in names])
         elif tree.layout is torch.strided:
@@ -318,7 +318,7 @@ def _tensors(tree: object) -> Iterator[Tensor]:
 
 
 @cache
-def _is_wrapper(kind: type) -> bool:
+def is_wrapper(kind: type) -> bool:
     """Return whether tensors of a class wrap others, such as DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 

@@ -152,7 +152,8 @@ def evaluation_work(
         transformer = fake_transformer(config, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear)
         for stack in repeated_blocks(config):
             for block in transformer.get_submodule(stack.module_path).children():
-                counter.count_times(block, stack.count)
+                repeat_calls(block, work=counter)
+                transformer.set_submodule(stack.module_path, nn.ModuleList([block] * stack.count))
         with counter:
             FakeSequenceParallel(transformer, mesh)(
                 empty(1, video_tokens, config.in_channels),
