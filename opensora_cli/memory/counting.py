@@ -237,9 +237,6 @@ class TensorBytes(DispatchMode):
                 most = max(most, live)
         return most
 
-    def owner(self, change: Change) -> str:
-        return self._owners[change.storage]
-
     def _live(self, position: int, key: Callable[[int], KeyT]) -> dict[KeyT, int]:
         totals: dict[KeyT, int] = {}
         for change in self.changes[:position]:
