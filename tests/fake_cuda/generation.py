@@ -64,18 +64,11 @@ class Turn:
 
 
 class LoggedReporter(SilentReporter):
-    """Writes the stages of a run into the log, and keeps what is shown."""
+    """Writes the stages of a run into the log."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._stages: list[str] = []
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-    def warn(self, text: str) -> None:
-        self.lines.append(text)
 
     def advance(self, amount: int = 1) -> None:
         self._log.asked(Stage, self._stages[-1], "advanced")
