@@ -34,7 +34,7 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
             hint="name a recipe, as in --config demo_lora",
         )
     if isinstance(what, TrainSettings):
-        call.refuse(("--snapshot",), beside="a training recipe, which is profiled on the CPU")
+        call.refuse(("--compare", "--snapshot"), beside="a training recipe", hint="name a preset, as in --config 256px")
     with call.loading():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile
 

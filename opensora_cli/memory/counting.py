@@ -116,7 +116,7 @@ class TensorBytes(DispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
             return args[0].device
-        if any(map(_is_wrapper, types)):
+        if any(map(is_wrapper, types)):
             # Its operations on the inner tensors also arrive here.
             return NotImplemented
         if torch.is_inference_mode_enabled() and _is_composite(func):
@@ -203,9 +203,6 @@ class TensorBytes(DispatchMode):
                 most = max(most, live)
         return most
 
-    def owner(self, change: Change) -> str:
-        return self._owners[change.storage]
-
     def _live(self, position: int) -> dict[str, int]:
         totals: dict[str, int] = {}
         for change in self.changes[:position]:
@@ -270,7 +267,7 @@ def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
 def _tensors(tree: object) -> Iterator[Tensor]:
     """Yield the plain tensors of nested containers, including tensors inside wrappers such as DTensor."""
     if isinstance(tree, Tensor):
-        if _is_wrapper(type(tree)) and is_traceable_wrapper_subclass(tree):
+        if is_wrapper(type(tree)) and is_traceable_wrapper_subclass(tree):
             names, _ = tree.__tensor_flatten__()
             yield from _tensors([getattr(tree, name) for name in names])
         elif tree.layout is torch.strided:
@@ -284,7 +281,7 @@ def _tensors(tree: object) -> Iterator[Tensor]:
 
 
 @cache
-def _is_wrapper(kind: type) -> bool:
+def is_wrapper(kind: type) -> bool:
     """Return whether tensors of a class wrap others, such as DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 

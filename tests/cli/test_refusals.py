@@ -110,7 +110,7 @@ EARLY = [
     (2, ["mem-profile", "--config", "demo_lora", "--device", "cuda"], "--device cuda is not possible"),
     (2, ["mem-profile", "--memory-limit", "1GiB"], "memory_limit=1073741824 has no effect without adaptive_batch"),
     (2, ["mem-profile", "--adaptive-batch"], "a generation computes one clip at a time"),
-    (2, ["mem-profile", "--config", "demo_lora", "--snapshot", "x"], "--snapshot has no effect with a training recipe"),
+    (2, ["mem-profile", "--config", "demo_lora", "--snapshot", "x"], "--snapshot has no effect with a training"),
     (2, ["env-check", "--export"], "--export needs a profile"),
     (2, ["env-check", "--profile", "local", "x.sh"], "FILE has no effect with --profile"),
     (2, ["data", "cache", "--config", "vae_hunyuan"], "only mmdit has a use for a cache"),

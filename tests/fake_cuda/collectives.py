@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fake_cuda.device import PER_MACHINE
 from fake_cuda.log import Awaited, Collective, Log
 from fake_cuda.storages import Storages
 from fake_cuda.streams import Queues
@@ -22,13 +23,12 @@ class World:
     """The ranks of a run that take their turns, rank 0 first."""
 
     size: int = 1
-    per_machine: int = 8
     said: dict[tuple[tuple[int, ...], int, int], Tensor] = field(default_factory=dict)
     """The value that a rank has handed to the n-th collective of a group: (ranks, n, rank) -> tensor."""
 
     def machine(self, rank: int) -> str:
         """Return the name of the machine of a rank."""
-        return f"machine-{rank // self.per_machine:04d}"
+        return f"machine-{rank // PER_MACHINE:04d}"
 
     def heard(self, group: tuple[int, ...], number: int, rank: int, *, own: Tensor, by: int) -> Tensor:
         """Return what another rank says: what it has said, or else what `by` says, of a machine of its own."""

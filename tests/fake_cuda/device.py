@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,20 +13,10 @@ from fake_cuda.streams import Queues
 from torch.backends import cuda
 
 GIB = 2**30
+GPU_BYTES = 80 * GIB
+PER_MACHINE = 8
+_NAME, _CAPABILITY = "fake H100", (9, 0)
 _ALREADY_REGISTERED, _NOT_REGISTERED = 712, 713  # of cudaError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPU:
-    """What all GPUs of a machine are."""
-
-    name: str = "fake H100"
-    memory_bytes: int = 80 * GIB
-    capability: tuple[int, int] = (9, 0)
-    count: int = 8
-    """On one machine."""
-    pinnable_bytes: int = 2**62
-    """Of the host's memory."""
 
 
 class FakeGenerator(torch.Generator):
@@ -43,9 +32,9 @@ class FakeGenerator(torch.Generator):
 
 
 @contextmanager
-def fake_gpu(gpu: GPU, log: Log, storages: Storages, queues: Queues) -> Iterator[None]:
-    """Let `torch.cuda` be that GPU inside the block."""
-    shown = _functions(gpu, log, storages, queues)
+def fake_gpu(memory_bytes: int, log: Log, storages: Storages, queues: Queues) -> Iterator[None]:
+    """Let `torch.cuda` be a GPU with this memory inside the block."""
+    shown = _functions(memory_bytes, log, storages, queues)
     with ExitStack() as patches:
         for name, stand_in in {**shown, "Stream": queues.stream, "Event": queues.event}.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -60,12 +49,12 @@ def _can(*given: Any, **options: Any) -> bool:
     return True
 
 
-def _functions(gpu: GPU, log: Log, storages: Storages, queues: Queues) -> dict[str, Callable[..., Any]]:
+def _functions(memory_bytes: int, log: Log, storages: Storages, queues: Queues) -> dict[str, Callable[..., Any]]:
     """Return those of `torch.cuda`, by name."""
     state = SimpleNamespace(device=0, fraction=1.0)
-    major, minor = gpu.capability
+    major, minor = _CAPABILITY
     properties = SimpleNamespace(
-        name=gpu.name, total_memory=gpu.memory_bytes, major=major, minor=minor, multi_processor_count=132
+        name=_NAME, total_memory=memory_bytes, major=major, minor=minor, multi_processor_count=132
     )
 
     def live(device: Any = None) -> int:
@@ -94,8 +83,6 @@ def _functions(gpu: GPU, log: Log, storages: Storages, queues: Queues) -> dict[s
         state.fraction = fraction
 
     def register(address: int, num_bytes: int, flags: int) -> int:
-        if storages.locked_bytes + num_bytes > gpu.pinnable_bytes:
-            return 2  # cudaErrorMemoryAllocation
         return 0 if storages.lock(address, num_bytes) else _ALREADY_REGISTERED
 
     def unregister(address: int) -> int:
@@ -105,14 +92,14 @@ def _functions(gpu: GPU, log: Log, storages: Storages, queues: Queues) -> dict[s
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "device_count": lambda: gpu.count,
+        "device_count": lambda: PER_MACHINE,
         "current_device": lambda: state.device,
         "set_device": set_device,
         "device": on_device,
-        "get_device_name": lambda device=None: gpu.name,
-        "get_device_capability": lambda device=None: gpu.capability,
+        "get_device_name": lambda device=None: _NAME,
+        "get_device_capability": lambda device=None: _CAPABILITY,
         "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda device=None: (gpu.memory_bytes - live(), gpu.memory_bytes),
+        "mem_get_info": lambda device=None: (memory_bytes - live(), memory_bytes),
         "memory_allocated": live,
         "memory_reserved": live,
         "max_memory_allocated": peak,

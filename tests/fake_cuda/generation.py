@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from fake_cuda.collectives import World
-from fake_cuda.device import GPU
+from fake_cuda.device import GPU_BYTES
 from fake_cuda.log import Log, Stage, lines_of
 from fake_cuda.session import rehearsal
 from torch.utils._python_dispatch import _disable_current_modes
@@ -64,18 +64,11 @@ class Turn:
 
 
 class LoggedReporter(SilentReporter):
-    """Writes the stages of a run into the log, and keeps what is shown."""
+    """Writes the stages of a run into the log."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._stages: list[str] = []
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-    def warn(self, text: str) -> None:
-        self.lines.append(text)
 
     def advance(self, amount: int = 1) -> None:
         self._log.asked(Stage, self._stages[-1], "advanced")
@@ -95,7 +88,7 @@ def rehearse(
     world: World | None = None,
     rank: int = 0,
     *,
-    gpu: GPU | None = None,
+    memory_bytes: int = GPU_BYTES,
     encodes: bool = False,
     decodes: bool = False,
 ) -> Turn:
@@ -103,7 +96,7 @@ def rehearse(
     otherwise, and with `decodes` to its last frame.
     """
     world = world or World()
-    with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
+    with rehearsal(world, rank, memory_bytes=memory_bytes) as turn, ExitStack() as stack:
         reporter = LoggedReporter(turn.log)
         # Plans are made of numbers, some of them counted on tensors of another kind.
         stack.enter_context(mock.patch.object(generation_run, "make_chain", _planned))

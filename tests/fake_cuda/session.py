@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fake_cuda.collectives import Collectives, World
-from fake_cuda.device import GPU, fake_gpu
+from fake_cuda.device import GPU_BYTES, PER_MACHINE, fake_gpu
 from fake_cuda.log import Log
 from fake_cuda.storages import Storages
 from fake_cuda.streams import InlineExecutor, Queues
@@ -50,28 +50,28 @@ class Rehearsal:
         """What torchrun would say."""
         return RankContext(
             rank=self.rank,
-            local_rank=self.rank % self.world.per_machine,
+            local_rank=self.rank % PER_MACHINE,
             world_size=self.world.size,
-            nnodes=-(-self.world.size // self.world.per_machine),
+            nnodes=-(-self.world.size // PER_MACHINE),
             master_addr="fake",
             master_port=1,
         )
 
 
 @contextmanager
-def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = None) -> Iterator[Rehearsal]:
+def rehearsal(world: World | None = None, rank: int = 0, *, memory_bytes: int = GPU_BYTES) -> Iterator[Rehearsal]:
     """Be one rank of a world inside the block: CUDA is there, and nothing has memory.
 
     `init_with_retry`, with which ranks join, makes a process group that sends nothing.
     """
-    world, gpu = world or World(), gpu or GPU()
+    world = world or World()
     # Of results on `cuda` it remembers which GPU that was.
     FakeTensorMode.cache_clear()
     log = Log(rank)
-    device = torch.device("cuda", rank % world.per_machine)
+    device = torch.device("cuda", rank % PER_MACHINE)
     storages, queues = Storages(log), Queues(log, device)
     collectives = Collectives(world, log, storages, queues)
-    mode = LoggedTensors(log, storages, queues, collectives, gpu.memory_bytes)
+    mode = LoggedTensors(log, storages, queues, collectives, memory_bytes)
     patched = (
         (torch.autograd, "_engine_run_backward", _backwards),
         (torch.UntypedStorage, "resize_", _followed(storages, queues)),
@@ -95,7 +95,7 @@ def rehearsal(world: World | None = None, rank: int = 0, *, gpu: GPU | None = No
             value = _method(stand_in) if owner in (FakeTensor, nn.Module, ShardingPropagator) else stand_in
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         stack.enter_context(mock.patch("socket.gethostname", return_value=world.machine(rank)))
-        stack.enter_context(fake_gpu(gpu, log, storages, queues))
+        stack.enter_context(fake_gpu(memory_bytes, log, storages, queues))
         stack.callback(_leave)
         stack.callback(storages.end)
         torch.cuda.set_device(device)

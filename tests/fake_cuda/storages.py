@@ -115,11 +115,6 @@ class Storages:
                 self._log.asked(Unlocked, known.number)
         return True
 
-    @property
-    def locked_bytes(self) -> int:
-        """Of memory that is pinned now."""
-        return sum(stop - start for start, stop in self._locked.items())
-
     def _is_locked(self, address: int, first: int, last: int, size: int) -> bool:
         starts = sorted(self._locked)
         index = bisect_right(starts, address + first * size) - 1

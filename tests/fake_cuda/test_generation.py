@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
-from fake_cuda.device import GIB, GPU
+from fake_cuda.device import GIB, GPU_BYTES
 from fake_cuda.generation import MAY_WAIT, rehearse
 from fake_cuda.log import Collective, Copy, Log, Stage, lines_of
 from fake_cuda.weights import full_size_settings
@@ -40,7 +40,7 @@ class Row:
     """`adapter`, or `text` encoders."""
     does: tuple = ()
     """What is rehearsed beside sampling: `encodes`, `decodes`."""
-    memory_bytes: int = 80 * GIB
+    memory_bytes: int = GPU_BYTES
     turns: tuple[int, ...] | None = None
     """The ranks that take one, rank 0 first; None: all."""
 
@@ -144,8 +144,7 @@ def rehearsed_without_faults(folder, row):
     )
     world, logs = World(row.size), {}
     for rank in row.turns or range(row.size):
-        gpu = GPU(memory_bytes=row.memory_bytes)
-        turn = rehearse(settings, world, rank, gpu=gpu, **dict.fromkeys(row.does, True))
+        turn = rehearse(settings, world, rank, memory_bytes=row.memory_bytes, **dict.fromkeys(row.does, True))
         for stage in sampling_stages(turn.log):
             assert faults(turn.log, turn.device, stage=stage, allowed=MAY_WAIT) == [], stage
         assert list(memory_faults(turn.log, turn.planned)) == []

@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from fake_cuda.collectives import World
-from fake_cuda.device import GPU
 from fake_cuda.generation import LoggedReporter
 from fake_cuda.guard import accelerator
 from fake_cuda.log import Log, lines_of
@@ -66,22 +65,16 @@ def with_weights(folder: Path, settings: TrainSettings) -> TrainSettings:
     return settings.replace({"init": str(path)})
 
 
-def rehearse(
-    settings: TrainSettings,
-    world: World | None = None,
-    rank: int = 0,
-    *,
-    gpu: GPU | None = None,
-) -> Turn:
+def rehearse(settings: TrainSettings, world: World | None = None, rank: int = 0) -> Turn:
     """Be one rank of a training for a step of two micro-batches of the largest shape, with moments of earlier steps."""
     world = world or World()
     if rank and not world.said:
         # What it is told by rank 0, which is not looked at otherwise.
-        with rehearsal(world, gpu=gpu) as first, ranks.joined_ranks(settings, first.context):
+        with rehearsal(world) as first, ranks.joined_ranks(settings, first.context):
             pass
     with _disable_current_modes():
         frozen = plan_frozen_weights(settings)
-    with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
+    with rehearsal(world, rank) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
         # One fake mode does not serve several threads.
         stack.enter_context(mock.patch.object(mmdit, "ThreadPoolExecutor", return_value=None))

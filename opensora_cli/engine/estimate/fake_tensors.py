@@ -79,18 +79,6 @@ class WorkCounter(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = Work()
 
-    def count_times(self, module: nn.Module, times: int) -> None:
-        """Count the work of each call of a module `times` over, for the modules that it represents."""
-        run = module.forward
-
-        def forward(*inputs: Any, **options: Any) -> Any:
-            before = self.work
-            result = run(*inputs, **options)
-            self.work += (self.work - before) * (times - 1)
-            return result
-
-        module.forward = forward
-
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

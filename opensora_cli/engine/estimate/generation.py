@@ -25,7 +25,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_need, encoding_need
 from opensora_cli.engine.estimate.fake_tensors import Need, Work, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, TEXT, OffloadPlan, StageMemory
-from opensora_cli.engine.estimate.transformer import Sampling, sampling_need
+from opensora_cli.engine.estimate.transformer import sampling_need
 from opensora_cli.engine.estimate.weights import (
     dequantized_bytes,
     largest_modulation_bytes,
@@ -148,26 +148,24 @@ def _denoise(plan: "Plan", offload: OffloadPlan, kept: tuple[tuple[str, int], ..
     settings, dtype, device_type = plan.settings, plan.hardware.dtype, plan.hardware.device.type
     config, tensor, loras = mmdit_config(settings.model), plan.mesh.tensor, lora_ranks(plan.loras)
     need = sampling_need(
-        Sampling(
-            config=config,
-            latent_shape=plan.latent_shape,
-            text_length=settings.text.t5_max_length,
-            mode=plan.mode,
-            lengths=plan.settings.condition.lengths,
-            causal=settings.vae.grid.is_causal,
-            scales=busiest(plan.scales),
-            solver=settings.sampling.solver,
-            cached=one_of_each_phase(plan.scales) if settings.sampling.step_cache else (),
-            num_times=settings.sampling.num_inference_steps + 1 if computes_modulation_first(settings) else 0,
-            chunk_tokens=offload.chunk_tokens,
-            linear=offload.linear,
-            loras=loras,
-            attention="sdpa" if plan.attention is None else plan.attention.backend,
-            mesh=plan.mesh,
-            exchange=plan.exchange,
-            dtype=dtype,
-            device_type=device_type,
-        )
+        config,
+        latent_shape=plan.latent_shape,
+        text_length=settings.text.t5_max_length,
+        mode=plan.mode,
+        lengths=plan.settings.condition.lengths,
+        causal=settings.vae.grid.is_causal,
+        scales=busiest(plan.scales),
+        solver=settings.sampling.solver,
+        cached=one_of_each_phase(plan.scales) if settings.sampling.step_cache else (),
+        num_times=settings.sampling.num_inference_steps + 1 if computes_modulation_first(settings) else 0,
+        chunk_tokens=offload.chunk_tokens,
+        linear=offload.linear,
+        loras=loras,
+        attention="sdpa" if plan.attention is None else plan.attention.backend,
+        mesh=plan.mesh,
+        exchange=plan.exchange,
+        dtype=dtype,
+        device_type=device_type,
     )
     mapped = 0
     if plan.files is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_cli.memory.counting import DispatchMode
+from opensora_cli.memory.counting import DispatchMode, is_wrapper
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -68,7 +68,7 @@ class OutlineMode(DispatchMode):  # type: ignore[no-untyped-call]  # torch's hoo
         options = kwargs or {}
         if func is _DEVICE:
             return args[0].device
-        if any(map(_is_wrapper, types)):
+        if any(map(is_wrapper, types)):
             # Its operations on the inner tensors also arrive here.
             return NotImplemented
         has_reals, on_host, has_outlines = False, True, False
@@ -103,12 +103,6 @@ def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(arg, (list, tuple)):
             found += [part for part in arg if isinstance(part, Tensor)]
     return found
-
-
-@cache
-def _is_wrapper(kind: type) -> bool:
-    """Return whether tensors of a class wrap others, such as DTensor."""
-    return hasattr(kind, "__tensor_flatten__")
 
 
 def _is_on_host(tensor: Tensor) -> bool:

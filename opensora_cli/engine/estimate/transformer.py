@@ -1,6 +1,5 @@
 """Memory and work of the transformer on one of several ranks, which shares tokens, heads or features with others."""
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 
@@ -44,68 +43,66 @@ _STEPS = 2
 _ALONE, _DIRECT = MeshShape(), ExchangePlan()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Facts that decide the memory of sampling one clip."""
-
-    config: MMDiTConfig
-    latent_shape: tuple[int, int, int, int]
-    """(C, T, H, W) of the sample."""
-    text_length: int
-    mode: ConditionMode
-    lengths: ReferenceLengths
-    causal: bool
-    """Whether the autoencoder encodes the first frame on its own."""
-    scales: GuidanceScales
-    """Guidance scales of a step with the most branches."""
-    solver: Solver
-    cached: tuple[GuidanceScales, ...]
-    """Guidance scales of one step of each phase, with a step cache."""
-    num_times: int
-    """Times whose modulation is computed before the first step; 0 if modulation is computed in each step."""
-    chunk_tokens: int | None
-    linear: LinearProducts
-    loras: LoraRanks
-    attention: str
-    """Attention backend."""
-    mesh: MeshShape
-    exchange: ExchangePlan
-    dtype: torch.dtype
-    device_type: str
-
-
 @lru_cache(maxsize=256)
-def sampling_need(facts: Sampling) -> Need:
-    """Return the need of sampling one clip."""
-    config, mesh = facts.config, facts.mesh
-    channels, frames, rows, columns = facts.latent_shape
+def sampling_need(
+    config: MMDiTConfig,
+    *,
+    latent_shape: tuple[int, int, int, int],
+    text_length: int,
+    mode: ConditionMode,
+    lengths: ReferenceLengths,
+    causal: bool,
+    scales: GuidanceScales,
+    solver: Solver,
+    cached: tuple[GuidanceScales, ...],
+    num_times: int,
+    chunk_tokens: int | None,
+    linear: LinearProducts,
+    loras: LoraRanks,
+    attention: str,
+    mesh: MeshShape,
+    exchange: ExchangePlan,
+    dtype: torch.dtype,
+    device_type: str,
+) -> Need:
+    """Return the need of sampling one clip.
+
+    Args:
+        latent_shape: (C, T, H, W) of the sample.
+        causal: whether the autoencoder encodes the first frame on its own.
+        scales: guidance scales of a step with the most branches.
+        cached: guidance scales of one step of each phase, with a step cache.
+        num_times: times whose modulation is computed before the first step; 0 if each step computes its own.
+        attention: attention backend.
+    """
+    channels, frames, rows, columns = latent_shape
     patch = config.patch_size
-    with fake_device(facts.device_type) as device:
-        empty = partial(torch.empty, dtype=facts.dtype, device=device)
+    with fake_device(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
         transformer = fake_transformer(
             config,
             device=device,
-            dtype=facts.dtype,
+            dtype=dtype,
             mesh=mesh,
-            exchange=facts.exchange,
-            linear=facts.linear,
-            attention=facts.attention,
-            loras=facts.loras,
+            exchange=exchange,
+            linear=linear,
+            attention=attention,
+            loras=loras,
         )
-        transformer.set_sequence_chunk(facts.chunk_tokens)
+        transformer.set_sequence_chunk(chunk_tokens)
         # Blocks run one after the other, so that one of each kind represents all.
         for block in (*transformer.double_blocks, *transformer.single_blocks):
             repeat_calls(block)
-        scales = [*facts.cached, *_STEPS * [facts.scales]]
-        count = max(len(scales) + 1, facts.num_times)
+        steps = [*cached, *_STEPS * [scales]]
+        count = max(len(steps) + 1, num_times)
         times = [1.0 - index / count for index in range(count)]
         with TensorBytes(device_type=device.type) as counter:
-            embeds = PromptEmbeds(empty(2, facts.text_length, config.context_in_dim), empty(2, config.vec_in_dim))
-            references = [empty(channels, frames, rows, columns)] * 2 if facts.mode.needs_reference else None
+            embeds = PromptEmbeds(empty(2, text_length, config.context_in_dim), empty(2, config.vec_in_dim))
+            references = [empty(channels, frames, rows, columns)] * 2 if mode.needs_reference else None
             # The same steps as in `sample_latents` of generation.
             noise_BCTHW = empty(1, channels, frames, rows, columns)
             mask_B1THW, given_BCTHW = prepare_inference_condition(
-                noise_BCTHW, facts.mode, [references], facts.causal, lengths=facts.lengths
+                noise_BCTHW, mode, [references], causal, lengths=lengths
             )
             velocity = GuidedVelocity(
                 transformer if mesh.ring * mesh.ulysses == 1 else FakeSequenceParallel(transformer, mesh),
@@ -113,16 +110,16 @@ def sampling_need(facts: Sampling) -> Need:
                 conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch) if config.cond_embed else None,
                 position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
                 embedded_guidance=1.0 if config.guidance_embed else None,
-                times=times if facts.num_times else (),
+                times=times if num_times else (),
             )
             packed_BND = pack_latents(noise_BCTHW, patch)
             denoised_BND = denoise(
                 _share_of_branches(velocity, mesh.guidance),
                 packed_BND,
-                timesteps=times[: len(scales) + 1],
-                scales=scales,
-                solver=facts.solver,
-                cache=[CachedStep(branches_needed(each), is_reused=False) for each in scales] if facts.cached else None,
+                timesteps=times[: len(steps) + 1],
+                scales=steps,
+                solver=solver,
+                cache=[CachedStep(branches_needed(each), is_reused=False) for each in steps] if cached else None,
             )
             latents_BCTHW = unpack_latents(
                 denoised_BND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
@@ -130,8 +127,8 @@ def sampling_need(facts: Sampling) -> Need:
             need = Need.of(counter)
             del latents_BCTHW
     # Modulation was computed for one block of each kind.
-    all_blocks, one_block = (modulation_values(facts.num_times, each) for each in (config, with_depth(config, 1)))
-    return need._replace(data=need.data + (all_blocks - one_block) * facts.dtype.itemsize)
+    all_blocks, one_block = (modulation_values(num_times, each) for each in (config, with_depth(config, 1)))
+    return need._replace(data=need.data + (all_blocks - one_block) * dtype.itemsize)
 
 
 @lru_cache(maxsize=64)
@@ -152,7 +149,8 @@ def evaluation_work(
         transformer = fake_transformer(config, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear)
         for stack in repeated_blocks(config):
             for block in transformer.get_submodule(stack.module_path).children():
-                counter.count_times(block, stack.count)
+                repeat_calls(block, work=counter)
+                transformer.set_submodule(stack.module_path, nn.ModuleList([block] * stack.count))
         with counter:
             FakeSequenceParallel(transformer, mesh)(
                 empty(1, video_tokens, config.in_channels),

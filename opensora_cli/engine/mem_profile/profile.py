@@ -128,7 +128,6 @@ def _profile_training(
     shown = measured or predicted
     judged = judge(what, predicted.rank, machine=on)
     limit = settings.memory_limit or judged.free_bytes or hardware.free_bytes
-    compares_attention = settings.compare and what.trains_transformer
     devices = f", devices {what.parallel.describe(what.strategy)}" if ranks > 1 else ""
     kinds = {name: size for name, size in predicted.rank.at_peak.items() if size}
     held = None if measured is None else {**measured.rank.at_peak, _HELD: measured.held_for_backward}
@@ -154,7 +153,6 @@ def _profile_training(
         device_name=hardware.device_name if on is None else on.gpu.device_name,
         how=_PREDICTED if measured is None else _how(hardware, f"{steps} steps"),
         stages=(stage,),
-        attention=attention_costs(hardware, what.model, reporter=reporter) if compares_attention else (),
         batch=_training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
         files=_files(settings),
     )

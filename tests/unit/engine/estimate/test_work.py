@@ -62,8 +62,7 @@ def test_repeated_work_is_run_once_for_each_shape() -> None:
 def test_one_block_of_each_stack_represents_all(monkeypatch: pytest.MonkeyPatch) -> None:
     few = evaluation_work(CONFIG, 40, 8, BF16)
     evaluation_work.cache_clear()
-    monkeypatch.setattr(transformer_work, "with_depth", lambda config, most: config)
-    monkeypatch.setattr(WorkCounter, "count_times", lambda *_: None)
+    monkeypatch.setattr(transformer_work, "repeat_calls", lambda *_, **__: None)
     assert evaluation_work(CONFIG, 40, 8, BF16) == few
     evaluation_work.cache_clear()
 
