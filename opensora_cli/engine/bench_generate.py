@@ -18,7 +18,7 @@ from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.chain import Chain, require_fit, require_room, require_weights
-from opensora_cli.engine.generate.decode import HeldVideo, hold
+from opensora_cli.engine.generate.decode import Clip, hold
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
@@ -43,7 +43,7 @@ _NOTHING_KEPT: Mapping[str, object] = {
     "picture.save": False,
 }
 _WARM_UP_STEPS = 2
-_Made = tuple[HeldVideo | None, dict[str, float], list[float]]
+_Made = tuple[Clip | None, dict[str, float], list[float]]
 
 
 class BenchedSetting(Document):
@@ -259,7 +259,7 @@ def _run_all(rows: Sequence[_Row], repeats: int, make_video: Callable[[Chain], _
         raise KeyboardInterrupt(f"{done} of {len(turns)} runs were finished; there is no table") from interrupt
 
 
-def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
+def likeness(video: Clip, exact: Clip, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
     """Return PSNR, SSIM (None for frames under 11 pixels) and relative error of the latents, to the exact video."""
     psnrs, ssims = [], []
     for frame_HWC, exact_HWC in zip(video.frames_THWC, exact.frames_THWC, strict=True):

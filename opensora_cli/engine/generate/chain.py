@@ -66,10 +66,6 @@ class Chain:
         return tuple(plan for plan in self.jobs if plan.role in (VIDEO, SEGMENT))
 
     @property
-    def num_samples(self) -> int:
-        return self.settings.num_samples
-
-    @property
     def num_steps(self) -> int:
         return sum(plan.num_steps for plan in self.segments)
 
@@ -141,7 +137,7 @@ class Chain:
         plan, settings, segments = self.video, self.settings, len(self.segments)
         picture, draft = self.find(PICTURE), self.find(DRAFT)
         hardware, frames, video = plan.hardware, plan.num_frames, settings.video
-        size = f"{self.num_samples} x {plan.width}x{plan.height}"
+        size = f"{settings.num_samples} x {plan.width}x{plan.height}"
         reused = f"{len(plan.reused_steps)} of them from the cache, " if plan.reused_steps else ""
         offload = plan.offload.lines()
         if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
@@ -156,7 +152,7 @@ class Chain:
             "first": picture and f"a picture of {picture.summary}",
             "draft": draft and f"{draft.summary}, from which it starts after step {plan.start}",
             "sampling": f"{plan.mode.name}, {plan.num_steps} steps by {settings.sampling.solver}, {reused}"
-            f"{self.model_evaluations * self.num_samples} model evaluations",
+            f"{self.model_evaluations * settings.num_samples} model evaluations",
             "extend": f"{segments} segments of {video.num_frames} frames, {given}: {frames} frames"
             if segments > 1
             else None,
@@ -208,7 +204,7 @@ def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, 
         jobs.append(plan(draft, role=DRAFT))
     jobs.append(video)
     if settings.video.extend:
-        segment = plan(settings.replace(_CONTINUATION), role=SEGMENT, held_frames=settings.num_frames)
+        segment = plan(settings.replace(_CONTINUATION), role=SEGMENT)
         jobs += [segment] * settings.video.extend
     return Chain(tuple(jobs))
 

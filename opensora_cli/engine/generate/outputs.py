@@ -272,7 +272,7 @@ def check_outputs(chain: "Chain", *, create: bool) -> None:
         raise OutputError(f"cannot write in {folder}", hint=hint)
     of_sample = plan.height * plan.width * plan.num_frames * _BYTES_PER_PIXEL
     of_sample += 0 if files.latents is None else chain.latent_bytes
-    needed = int(chain.num_samples * of_sample) + _HEADROOM
+    needed = int(chain.settings.num_samples * of_sample) + _HEADROOM
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OutputError(

@@ -96,11 +96,11 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
     files = picture_files(chain, [sample.files for sample in samples])
 
     def finish(clip: Clip) -> torch.Tensor:
-        picture_1HWC = torch.cat([*clip.pieces])
+        picture = hold(clip)
         # An earlier run of the request may have saved the same picture.
         if chain.settings.picture.save and not clip.files.made_before:
-            write_video([picture_1HWC], clip.chain, clip.files, clip.figures)
-        return picture_1HWC
+            write_video(picture)
+        return picture.frames_THWC
 
     with events.of_job(PICTURE) as own:
         embeds = text_embeds(plan, models, own)
@@ -168,7 +168,7 @@ def _make_segments(
                 overlap = settings.overlap if number else settings.given_frames
                 kept_THWC, remade_THWC = _last_frames(pieces, overlap), frames_THWC[:overlap]
                 frames_THWC = follow(kept_THWC, remade_THWC, frames_THWC[overlap:])
-            measured.append(held.figures)
+            measured.append(held.figures())
             segments.append(
                 {
                     "prompt": settings.segment_prompts[number],
@@ -192,7 +192,7 @@ def _make_segments(
             tuple(segments),
         )
 
-    return Clip(chain, files, events, latents, (piece_THWC for piece_THWC in pieces), whole)
+    return Clip(chain, files, events, latents, pieces, whole)
 
 
 def _last_frames(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ def choose_outputs(chain: Chain, *, claims: ExitStack | None = None, ranks: Rank
     settings, chosen = chain.settings, list[SampleFiles]()
     if ranks.is_main:
         request = request_hashes(chain)
-        for index in range(chain.num_samples):
+        for index in range(settings.num_samples):
             of_sample = request(settings.sampling.seed + index, settings.output_format)
             chosen.append(find_target(settings, index, of_sample, claims=claims))
     known = ranks.same([(each.number, each.made_before, str(each.saved or ""), each.saved_steps) for each in chosen])
