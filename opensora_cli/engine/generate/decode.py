@@ -237,7 +237,7 @@ def save(clip: Clip) -> GeneratedVideo:
     if plan.settings.condition.seamless:
         events.reporter.note(f"seamless: the last frame, which repeats the first, is dropped: {plan.num_frames} frames")
     stop = plan.settings.sampling.stop_at
-    events.complete(sample, keeps_latents=stop is not None)
+    events.complete(sample)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {plan.num_steps}"
         events.reporter.note(f"{where}: continue with {sample.command(sample.latents, is_begun=True)}")

@@ -151,17 +151,17 @@ class _Saver:
         done: int | None = files.segment * of_job + (of_job if steps is None else steps)
         if steps is None and done == sample.chain.num_steps:
             done = None
-        with self._events.saving(self._path, files, is_begun=done is not None):
-            save_latents(
-                self._path,
-                latents_CTHW,
-                settings.replace({"sampling.stop_at": None, "output.explore": False}),
-                request_sha256=files.request_sha256,
-                steps=done,
-                finished=sample.earlier,
-                past=past,
-                attention=None if sample.plan.attention is None else sample.plan.attention.backend,
-            )
+        save_latents(
+            self._path,
+            latents_CTHW,
+            settings.replace({"sampling.stop_at": None, "output.explore": False}),
+            request_sha256=files.request_sha256,
+            steps=done,
+            finished=sample.earlier,
+            past=past,
+            attention=None if sample.plan.attention is None else sample.plan.attention.backend,
+        )
+        self._events.report_left()
 
     def _save_last(self) -> None:
         if self._last is None or self._last[0] >= self._plan.num_steps:
