@@ -268,7 +268,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of one job on this machine.
 
-    Neither weights nor enough memory are needed; `require_weights` and `require_fit` check them.
+    Neither weights nor enough memory are needed; `chain.require_runnable` checks them.
 
     Args:
         settings: settings with a condition mode; see `request.with_mode`.

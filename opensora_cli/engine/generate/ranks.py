@@ -20,13 +20,7 @@ from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
-from opensora_cli.engine.launch.rank import (
-    agreed,
-    device_type,
-    joined,
-    rank_device,
-    settings_of_ranks,
-)
+from opensora_cli.engine.launch.rank import agreed, device_type, joined, rank_device, settings_of_ranks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh

@@ -18,7 +18,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import AttentionPlan, attention_use, keep_attention
 from opensora_cli.engine.components.hardware import rank_hardware
-from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights
+from opensora_cli.engine.generate.chain import Chain, make_chain, require_runnable
 from opensora_cli.engine.generate.decode import Clip, GeneratedVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
@@ -147,7 +147,6 @@ def generate(
         models = models or stack.enter_context(LoadedModels(stay=settings.num_samples > 1))
         ranks, is_main = models.ranks, models.ranks.is_main
         chain = plan_here(settings, models, reporter=reporter, device=device)
-        require_weights(chain, reporter)
         chosen = choose_outputs(chain, ranks=ranks)
         if all(sample.made_before for sample in chosen):
             # A run that was killed right after the result may have left temporary files.
@@ -159,7 +158,7 @@ def generate(
                 device=str(chain.video.hardware.device),
                 settings=chain.settings,
             )
-        require_room(chain, reporter)
+        require_runnable(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
         if is_main:
             warn_about_prompts(chain.video, reporter)
@@ -253,8 +252,7 @@ def hold_from_request(
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     chain = plan_here(settings.replace({"picture.save": False}), models, reporter=reporter)
-    require_weights(chain, reporter)
-    require_room(chain, reporter)
+    require_runnable(chain, reporter)
     references = references_of(chain.video, reporter)
     warn_about_prompts(chain.video, reporter)
     hashes = request_hashes(chain)

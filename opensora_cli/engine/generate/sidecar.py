@@ -14,13 +14,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.chain import Chain, alone
-from opensora_cli.engine.generate.outputs import (
-    SampleFiles,
-    find_target,
-    is_begun,
-    read_made,
-    sample_files,
-)
+from opensora_cli.engine.generate.outputs import SampleFiles, find_target, is_begun, read_made, sample_files
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.request import picture_path
