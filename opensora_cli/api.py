@@ -134,23 +134,17 @@ class Video:
         return f"<Video {prompt!r}: {width}x{height}, {frames} frames at {self.fps} fps, seed {self.seed}>"
 
     def _repr_html_(self) -> str:
+        count, height, width, _ = self.frames.shape
+        kind = MediaFormat.PNG if count == 1 else MediaFormat.MP4
+        if count > 1 and (height % 2 or width % 2):  # H.264 needs even sizes.
+            kind = MediaFormat.GIF
         with tempfile.TemporaryDirectory(prefix="osora-show-") as folder:
-            path = self._write(Path(folder))
+            path = write_media([self._held.frames_THWC], Path(folder) / f"video.{kind}", fps=self.fps, format=kind)
             data = base64.b64encode(path.read_bytes()).decode()
-        _, height, width, _ = self.frames.shape
         size = f'width="{2 * width}" ' if max(height, width) <= _SMALL else ""
-        if path.suffix == ".mp4":
+        if kind is MediaFormat.MP4:
             return f'<video controls autoplay loop muted {size}src="data:video/mp4;base64,{data}"></video>'
-        return f'<img {size}src="data:image/{path.suffix[1:]};base64,{data}">'
-
-    def _write(self, folder: Path) -> Path:
-        """Write a file that a browser plays; H.264 needs even sizes."""
-        frames_THWC = self._held.frames_THWC
-        count, height, width, _ = frames_THWC.shape
-        kind = MediaFormat.GIF if height % 2 or width % 2 else MediaFormat.MP4
-        if count == 1:
-            kind = MediaFormat.PNG
-        return write_media([frames_THWC], folder / f"video.{kind}", fps=self.fps, format=kind)
+        return f'<img {size}src="data:image/{kind};base64,{data}">'
 
 
 class Pipeline(AbstractContextManager["Pipeline"]):

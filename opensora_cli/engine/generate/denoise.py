@@ -46,11 +46,6 @@ def denoise_samples(
     plan = missing[0].plan
     ranks = models.ranks.of(plan)
     encode_shared_references(missing, models, events)
-    if ranks.count > 1 and plan.start:
-        fresh = [sample for sample in missing if sample.begun is None]
-        drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
-        for sample, draft_CTHW in zip(fresh, ranks.same_tensors(drafts), strict=True):
-            sample.draft_CTHW = draft_CTHW
     previews, output = None, plan.settings.output
     if ranks.is_main and (output.explore or output.preview_every is not None):
         previews = Previews(plan, preview_map(plan, models, events), events)

@@ -117,7 +117,7 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
 def _make_drafts(
     chain: Chain, samples: Sequence[Sample], embeds: Sequence[PromptEmbeds], models: LoadedModels, events: Events
 ) -> None:
-    """Make the draft of each sample, and encode it in the size of the video, on rank 0 alone."""
+    """Make the draft of each sample, and encode it in the size of the video, on rank 0."""
     plan, video = chain.find(DRAFT), chain.video
     if plan is None or not samples:
         return
@@ -128,12 +128,13 @@ def _make_drafts(
         made = [video.frames_THWC for video in decode_samples(drafts, models, own, finish=hold)]
     if models.ranks.count > 1:
         models.release()  # as in `_make_pictures`
-    for sample in samples if models.ranks.is_main else ():
-        # One draft at a time: full-size float frames take far more memory than the draft.
-        pixels_CTHW = fit_frames(made.pop(0), height=video.height, width=video.width, fit=Fit.STRETCH)
-        latents = reference_latents(video, [Reference(pixels_CTHW, at_head=True)], models, events)
-        assert latents is not None
-        [sample.draft_CTHW] = latents
+    for sample in samples:
+        latents = None
+        if models.ranks.is_main:
+            # One draft at a time: full-size float frames take far more memory than the draft.
+            pixels_CTHW = fit_frames(made.pop(0), height=video.height, width=video.width, fit=Fit.STRETCH)
+            latents = reference_latents(video, [Reference(pixels_CTHW, at_head=True)], models, events)
+        [sample.draft_CTHW] = models.ranks.same_tensors(latents)
 
 
 def _make_segments(

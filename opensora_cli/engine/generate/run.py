@@ -20,6 +20,7 @@ from opensora_cli.engine.components.attention import AttentionPlan, attention_us
 from opensora_cli.engine.components.hardware import rank_hardware
 from opensora_cli.engine.generate.chain import Chain, make_chain, require_runnable
 from opensora_cli.engine.generate.decode import Clip, GeneratedVideo, hold, report_given_frames, save
+from opensora_cli.engine.generate.dry_run import hardware_of_ranks
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, note_earlier_work, sample_files
@@ -28,7 +29,7 @@ from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.ranks import Ranks, joined_ranks, require_devices, start_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.request import refined_with_mode, resolve
+from opensora_cli.engine.generate.request import refined_with_mode, resolve, with_mode
 from opensora_cli.engine.generate.sample import Sample, open_latents, read_saved, unfinished
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import warn_about_prompts
@@ -137,8 +138,13 @@ def generate(
     reporter = reporter or SilentReporter()
     if context is None and rank_flags is not None and settings.parallel.world_size > 1:
         require_devices(settings)
-        start_ranks(refined(settings, reporter=reporter), "generate", rank_flags)
-        return None
+        settings = refined(settings, reporter=reporter)
+        # Reading the free memory of a device creates a CUDA context that stays until this process ends.
+        hardware = hardware_of_ranks(settings)
+        chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
+        if (earlier := _earlier_result(chain, choose_outputs(chain), reporter)) is None:
+            start_ranks(settings, "generate", rank_flags)
+        return earlier
     with ExitStack() as stack:
         if context is not None:
             reporter = WatchedReporter(reporter)
@@ -148,16 +154,8 @@ def generate(
         ranks, is_main = models.ranks, models.ranks.is_main
         chain = plan_here(settings, models, reporter=reporter, device=device)
         chosen = choose_outputs(chain, ranks=ranks)
-        if all(sample.made_before for sample in chosen):
-            # A run that was killed right after the result may have left temporary files.
-            remove_left(chosen[0].media.parent)
-            note_earlier_work(chosen, reporter)
-            return GenerateResult(
-                videos=tuple(GeneratedVideo.of(chain, sample) for sample in chosen),
-                model=chain.settings.model.name,
-                device=str(chain.video.hardware.device),
-                settings=chain.settings,
-            )
+        if (earlier := _earlier_result(chain, chosen, reporter)) is not None:
+            return earlier
         require_runnable(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
         if is_main:
@@ -217,6 +215,21 @@ def plan_here(
     free = ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))
     chain = make_chain(settings, hardware=replace(hardware, free_bytes=free))
     return chain.change(models.planned, only=VIDEO).with_threads()
+
+
+def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult | None:
+    """Return the result of a run that has nothing to compute; None if a sample is missing."""
+    if not all(sample.made_before for sample in files):
+        return None
+    # A run that was killed right after the result may have left temporary files.
+    remove_left(files[0].media.parent)
+    note_earlier_work(files, reporter)
+    return GenerateResult(
+        videos=tuple(GeneratedVideo.of(chain, sample) for sample in files),
+        model=chain.settings.model.name,
+        device=str(chain.video.hardware.device),
+        settings=chain.settings,
+    )
 
 
 def _write_sheet(files: Sequence[SampleFiles]) -> Path:
