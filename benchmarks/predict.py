@@ -17,9 +17,9 @@ from opensora_cli.core.device import GIB
 from opensora_cli.core.formatting import duration
 from opensora_cli.engine.estimate.predicted_time import TRAFFIC
 from opensora_cli.engine.generate.chain import alone
+from opensora_cli.engine.generate.dry_run import hardware_of_ranks
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
-from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.predicted import predict_step

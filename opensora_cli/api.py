@@ -25,7 +25,7 @@ from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import ConsoleReporter, Reporter, SilentReporter, StageProgress
 from opensora_cli.engine.generate import run as engine
-from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
+from opensora_cli.engine.generate.decode import Clip, Figures, write_video
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import check_outputs, find_target
 from opensora_cli.engine.generate.plan import VIDEO
@@ -87,14 +87,14 @@ class Video:
     report: Final[Figures]
     """Seconds of each stage, peak memory, and PSNR of frames that references give."""
 
-    def __init__(self, held: HeldVideo, request_sha256: Callable[[int, str], str]) -> None:
+    def __init__(self, held: Clip, request_sha256: Callable[[int, str], str]) -> None:
         self._held, self._request_sha256 = held, request_sha256
         self.frames = held.frames_THWC.numpy().view()
         self.frames.flags.writeable = False
         self.fps = held.chain.settings.video.fps
         self.seed = held.files.seed
         self.settings = sample_settings(held.chain.video, held.files)
-        self.report = held.figures
+        self.report = held.figures()
 
     def save(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
         """Write the video and its sidecar as `osora generate --out PATH` does, and return the path of the video.
@@ -115,14 +115,14 @@ class Video:
         chain = held.chain.change(lambda plan: replace(plan, settings=settings), only=VIDEO)
 
         def figures() -> Figures:
-            return held.figures.with_saving(time.perf_counter() - start)
+            return self.report.with_saving(time.perf_counter() - start)
 
         with ExitStack() as claims:
             check_outputs(chain, create=True)
             request = self._request_sha256(settings.sampling.seed, settings.output_format)
             sample = find_target(settings, 0, request, claims=claims)
             if not sample.made_before:
-                write_video([held.frames_THWC], chain, sample, figures)
+                write_video(replace(held, chain=chain, files=sample, figures=figures))
                 if sample.saved is not None and sample.latents is not None:
                     # Latents of an interrupted run of the same request.
                     remove_latents(sample.latents)
@@ -134,23 +134,17 @@ class Video:
         return f"<Video {prompt!r}: {width}x{height}, {frames} frames at {self.fps} fps, seed {self.seed}>"
 
     def _repr_html_(self) -> str:
+        count, height, width, _ = self.frames.shape
+        kind = MediaFormat.PNG if count == 1 else MediaFormat.MP4
+        if count > 1 and (height % 2 or width % 2):  # H.264 needs even sizes.
+            kind = MediaFormat.GIF
         with tempfile.TemporaryDirectory(prefix="osora-show-") as folder:
-            path = self._write(Path(folder))
+            path = write_media([self._held.frames_THWC], Path(folder) / f"video.{kind}", fps=self.fps, format=kind)
             data = base64.b64encode(path.read_bytes()).decode()
-        _, height, width, _ = self.frames.shape
         size = f'width="{2 * width}" ' if max(height, width) <= _SMALL else ""
-        if path.suffix == ".mp4":
+        if kind is MediaFormat.MP4:
             return f'<video controls autoplay loop muted {size}src="data:video/mp4;base64,{data}"></video>'
-        return f'<img {size}src="data:image/{path.suffix[1:]};base64,{data}">'
-
-    def _write(self, folder: Path) -> Path:
-        """Write a file that a browser plays; H.264 needs even sizes."""
-        frames_THWC = self._held.frames_THWC
-        count, height, width, _ = frames_THWC.shape
-        kind = MediaFormat.GIF if height % 2 or width % 2 else MediaFormat.MP4
-        if count == 1:
-            kind = MediaFormat.PNG
-        return write_media([frames_THWC], folder / f"video.{kind}", fps=self.fps, format=kind)
+        return f'<img {size}src="data:image/{kind};base64,{data}">'
 
 
 class Pipeline(AbstractContextManager["Pipeline"]):

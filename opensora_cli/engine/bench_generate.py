@@ -17,8 +17,8 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate import ranks as generate_ranks
-from opensora_cli.engine.generate.chain import Chain, require_fit, require_room, require_weights
-from opensora_cli.engine.generate.decode import HeldVideo, hold
+from opensora_cli.engine.generate.chain import Chain, require_runnable
+from opensora_cli.engine.generate.decode import Clip, hold
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
@@ -43,7 +43,7 @@ _NOTHING_KEPT: Mapping[str, object] = {
     "picture.save": False,
 }
 _WARM_UP_STEPS = 2
-_Made = tuple[HeldVideo | None, dict[str, float], list[float]]
+_Made = tuple[Clip | None, dict[str, float], list[float]]
 
 
 class BenchedSetting(Document):
@@ -206,16 +206,14 @@ class _Row:
 
 def _planned(exact: Chain, tries: Tries, models: LoadedModels, reporter: Reporter) -> tuple[list[_Row], dict[str, str]]:
     """Return a row for each setting, the exact run first, and the reason for each skipped name of the standard set."""
-    require_weights(exact, reporter)
-    require_room(exact, reporter)
+    require_runnable(exact, reporter)
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
         try:
             # Sums depend on the number of threads: all rows use the number of the exact run.
             changed, silent = tried_settings(exact.settings, changes, name=name), SilentReporter()
             chain = plan_here(changed, models, reporter=silent)
-            require_weights(chain, silent)
-            require_fit(chain)
+            require_runnable(chain, silent)
         except OsoraError as error:
             if tries is not None:
                 raise
@@ -259,7 +257,7 @@ def _run_all(rows: Sequence[_Row], repeats: int, make_video: Callable[[Chain], _
         raise KeyboardInterrupt(f"{done} of {len(turns)} runs were finished; there is no table") from interrupt
 
 
-def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
+def likeness(video: Clip, exact: Clip, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:
     """Return PSNR, SSIM (None for frames under 11 pixels) and relative error of the latents, to the exact video."""
     psnrs, ssims = [], []
     for frame_HWC, exact_HWC in zip(video.frames_THWC, exact.frames_THWC, strict=True):

@@ -10,7 +10,6 @@ from opensora_cli.settings.load import load_preset
 
 _GIB = 2**30
 
-
 NEEDS = {
     "256px": (23.0, 15.8, 31.7),
     "768px": (24.7, 20.9, 31.7),

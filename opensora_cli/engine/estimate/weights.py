@@ -27,7 +27,6 @@ from opensora_cli.memory.host_weights import kept_blocks, slot_bytes, streaming_
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.layers import modulation_width
 from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.devices import OffloadMode
@@ -86,11 +85,6 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
     slots = bytes_of_blocks(config, dtype, offload, tensor=tensor)
     kept = kept_blocks(len(slots), resident=offload.resident_blocks or 1)
     return sum(slots) - sum(slots[index] for index in kept)
-
-
-def modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights of all layers of modulation."""
-    return modulation_width(config) * (config.hidden_size + 1) * dtype.itemsize
 
 
 def largest_modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:

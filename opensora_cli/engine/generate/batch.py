@@ -18,7 +18,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext, beat
 from opensora_cli.engine.components.weights import require_weights_of
-from opensora_cli.engine.generate.chain import require_fit, require_weights
+from opensora_cli.engine.generate.chain import require_runnable
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
@@ -300,8 +300,7 @@ class _Rows:
                     self.outputs[row.number] = tuple(sample.media for sample in files)
                     continue
                 if not plan.decodes_only:
-                    require_weights(chain, of_row)
-                    require_fit(chain)
+                    require_runnable(chain, of_row)
                     with computing(plan, of_row):
                         for each in chain.by_role.values():
                             text_embeds(each, models, Events(of_row))

@@ -15,14 +15,7 @@ from opensora_cli.engine.components.hardware import Hardware, rank_hardware
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT, HostMemory, StageMemory, verdict_line
-from opensora_cli.engine.generate.plan import (
-    DRAFT,
-    PICTURE,
-    SEGMENT,
-    VIDEO,
-    Plan,
-    make_plan,
-)
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, SEGMENT, VIDEO, Plan, make_plan
 from opensora_cli.engine.generate.request import draft_settings, picture_settings
 from opensora_cli.settings.devices import DType, HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
@@ -64,10 +57,6 @@ class Chain:
     @property
     def segments(self) -> tuple[Plan, ...]:
         return tuple(plan for plan in self.jobs if plan.role in (VIDEO, SEGMENT))
-
-    @property
-    def num_samples(self) -> int:
-        return self.settings.num_samples
 
     @property
     def num_steps(self) -> int:
@@ -141,7 +130,7 @@ class Chain:
         plan, settings, segments = self.video, self.settings, len(self.segments)
         picture, draft = self.find(PICTURE), self.find(DRAFT)
         hardware, frames, video = plan.hardware, plan.num_frames, settings.video
-        size = f"{self.num_samples} x {plan.width}x{plan.height}"
+        size = f"{settings.num_samples} x {plan.width}x{plan.height}"
         reused = f"{len(plan.reused_steps)} of them from the cache, " if plan.reused_steps else ""
         offload = plan.offload.lines()
         if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
@@ -156,7 +145,7 @@ class Chain:
             "first": picture and f"a picture of {picture.summary}",
             "draft": draft and f"{draft.summary}, from which it starts after step {plan.start}",
             "sampling": f"{plan.mode.name}, {plan.num_steps} steps by {settings.sampling.solver}, {reused}"
-            f"{self.model_evaluations * self.num_samples} model evaluations",
+            f"{self.model_evaluations * settings.num_samples} model evaluations",
             "extend": f"{segments} segments of {video.num_frames} frames, {given}: {frames} frames"
             if segments > 1
             else None,
@@ -200,33 +189,25 @@ def alone(plan: Plan) -> Chain:
 def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, tries_device: bool = True) -> Chain:
     """Return the jobs of a request, for the device of `settings` if `hardware` is None; see `make_plan`."""
     plan = partial(make_plan, hardware=hardware or rank_hardware(settings), tries_device=tries_device)
-    jobs = []
-    if (picture := picture_settings(settings)) is not None:
-        jobs.append(plan(picture, role=PICTURE))
-    video = plan(settings)
-    if (draft := draft_settings(settings, height=video.height, width=video.width)) is not None:
-        jobs.append(plan(draft, role=DRAFT))
-    jobs.append(video)
+    parts = (PICTURE, picture_settings(settings)), (DRAFT, draft_settings(settings)), (VIDEO, settings)
+    jobs = [plan(part, role=role) for role, part in parts if part is not None]
     if settings.video.extend:
-        segment = plan(settings.replace(_CONTINUATION), role=SEGMENT, held_frames=settings.num_frames)
-        jobs += [segment] * settings.video.extend
+        jobs += [plan(settings.replace(_CONTINUATION), role=SEGMENT)] * settings.video.extend
     return Chain(tuple(jobs))
 
 
-def require_weights(chain: Chain, reporter: Reporter) -> None:
-    """Raise CheckpointError if weights are missing, and note weights that are borrowed from the demo."""
+def require_runnable(chain: Chain, reporter: Reporter) -> None:
+    """Raise CheckpointError if weights are missing, and HardwareError if a stage does not fit in memory.
+
+    Notes weights that are borrowed from the demo, and how the plan saves memory.
+    """
     for plan in chain.jobs:
         plan.weights.require(plan.components)
-    weights = chain.video.weights
+    require_fit(chain)
+    weights, facts = chain.video.weights, chain.facts()
     if borrowed := weights.borrowed():
         folder = weights.path(Component.TRANSFORMER).parent
         reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
-
-
-def require_room(chain: Chain, reporter: Reporter) -> None:
-    """Raise HardwareError if a stage does not fit in memory, and note how the plan saves memory."""
-    require_fit(chain)
-    facts = chain.facts()
     for name in ("first", "devices", "exchange", "offload"):
         if name in facts:
             reporter.note(f"{name}: {facts[name]}")

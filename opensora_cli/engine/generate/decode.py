@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +13,6 @@ import torch
 import opensora_cli
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
-from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.chain import Chain
@@ -64,39 +63,35 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Decoded sample, or a segment of one, whose frames are produced once, piece by piece."""
+    """Decoded sample, or a segment of one. Its frames are produced once, piece by piece, unless `hold` keeps them."""
 
     chain: Chain
     files: SampleFiles
     events: Events
     latents: tuple[torch.Tensor, ...]
     """latents_CTHW of each segment, on the CPU."""
-    pieces: Generator[torch.Tensor]
+    pieces: Iterable[torch.Tensor]
     """Frames (t, H, W, 3), uint8 on the CPU."""
     figures: Callable[[], Figures]
     """Function that returns the figures of the sample, after the last piece."""
 
-
-@dataclass(frozen=True, slots=True)
-class HeldVideo:
-    """Decoded sample in memory."""
-
-    chain: Chain
-    files: SampleFiles
-    latents: tuple[torch.Tensor, ...]
-    """latents_CTHW of each segment, on the CPU."""
-    frames_THWC: torch.Tensor
-    """Frames in uint8 RGB, on the CPU."""
-    figures: Figures
+    @property
+    def frames_THWC(self) -> torch.Tensor:  # noqa: N802  # tensors carry their shape
+        """All frames of a clip that `hold` returned."""
+        [frames_THWC] = self.pieces
+        return frames_THWC
 
 
-def hold(clip: Clip) -> HeldVideo:
+def hold(clip: Clip) -> Clip:
+    """Return a clip with all frames in memory."""
     frames_THWC = torch.cat([*clip.pieces])
-    return HeldVideo(clip.chain, clip.files, clip.latents, frames_THWC, clip.figures())
+    figures = clip.figures()
+    return replace(clip, pieces=(frames_THWC,), figures=lambda: figures)
 
 
-def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Events) -> Clip:
-    """Return a sample that is decoded while its pieces are read; `plan` may have a stronger offload than its own."""
+@contextmanager
+def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Events) -> Iterator[Clip]:
+    """Yield a sample that is decoded while its pieces are read; `plan` may have a stronger offload than its own."""
     assert sample.denoised is not None
     latents_CTHW, denoise_s = sample.denoised.latents_CTHW, sample.denoised.denoise_s
     psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
@@ -122,7 +117,8 @@ def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Event
         return Figures({**events.timings_s, **own}, peaks, psnr.db)
 
     chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
-    return Clip(chain, sample.files, events, (latents_CTHW,), pieces(), figures)
+    with closing(pieces()) as decoded:
+        yield Clip(chain, sample.files, events, (latents_CTHW,), decoded, figures)
 
 
 def decode_latents(
@@ -178,8 +174,11 @@ def decode_samples(
         for sample in samples:
 
             def decode(plan: Plan, sample: Sample = sample) -> V:
-                with models.autoencoder(plan, events) as autoencoder:
-                    return finish(_decoded(sample, plan, autoencoder, events))
+                with (
+                    models.autoencoder(plan, events) as autoencoder,
+                    _decoded(sample, plan, autoencoder, events) as clip,
+                ):
+                    return finish(clip)
 
             # The next sample starts with the offload that was enough for this one.
             result, plan = retried(decode, plan, DECODE, models, events)
@@ -222,11 +221,10 @@ def save(clip: Clip) -> GeneratedVideo:
     start, decode_s = time.perf_counter(), timings_s.get(DECODE, 0.0)
 
     def decoded() -> Generator[torch.Tensor]:
-        with closing(clip.pieces) as pieces:
-            for piece_THWC in pieces:
-                with events.timed(_SAVE):
-                    yield piece_THWC
-                del piece_THWC
+        for piece_THWC in clip.pieces:
+            with events.timed(_SAVE):
+                yield piece_THWC
+            del piece_THWC
         # The stage begins here, because saving has run between the pieces of decoding.
         saving.enter_context(events.reporter.stage(_SAVE, unit="video"))
 
@@ -235,25 +233,22 @@ def save(clip: Clip) -> GeneratedVideo:
         return clip.figures().with_saving(save_s)
 
     with events.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
-        write_video(pieces, chain, sample, figures)
+        write_video(replace(clip, pieces=pieces, figures=figures))
     if plan.settings.condition.seamless:
         events.reporter.note(f"seamless: the last frame, which repeats the first, is dropped: {plan.num_frames} frames")
     stop = plan.settings.sampling.stop_at
-    events.complete(sample, keeps_latents=stop is not None)
+    events.complete(sample)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {plan.num_steps}"
         events.reporter.note(f"{where}: continue with {sample.command(sample.latents, is_begun=True)}")
-    psnr_db = clip.figures().given_frames_psnr_db
-    report_given_frames(chain, psnr_db, sample.seed, events.reporter)
+    report_given_frames(clip)
     events.note_saved(sample.media)
-    return GeneratedVideo.of(chain, sample, psnr_db)
+    return GeneratedVideo.of(chain, sample, clip.figures().given_frames_psnr_db)
 
 
-def write_video(
-    pieces_tHWC: Iterable[torch.Tensor], chain: Chain, sample: SampleFiles, figures: Callable[[], Figures]
-) -> None:
-    """Write a result, its sidecar with the last `figures`, and its last frame if requested: all files or none."""
-    settings, output = chain.settings, chain.settings.output
+def write_video(clip: Clip) -> None:
+    """Write a result, its sidecar, and its last frame if requested: all files or none."""
+    sample, settings, output = clip.files, clip.chain.settings, clip.chain.settings.output
     last_frame = None
     if output.last_frame:
         last_frame = LastFrame(sample.last_frame, replace=output.overwrite or is_begun(sample))
@@ -268,10 +263,10 @@ def write_video(
     def describe(num_bytes: int) -> dict[str, object] | None:
         if sample.sidecar is None:
             return None
-        return sidecar_document(chain, sample, num_bytes=num_bytes, figures=figures().to_json())
+        return sidecar_document(clip.chain, sample, num_bytes=num_bytes, figures=clip.figures().to_json())
 
     write_media(
-        pieces_tHWC,
+        clip.pieces,
         sample.target,
         fps=settings.video.fps,
         format=settings.output_format,
@@ -283,11 +278,12 @@ def write_video(
     )
 
 
-def report_given_frames(chain: Chain, psnr_db: float | None, seed: int, reporter: Reporter) -> None:
+def report_given_frames(clip: Clip) -> None:
     """Report the PSNR of a user's frames, with a warning if they came back badly."""
-    if psnr_db is None or chain.find(PICTURE) is not None:
+    psnr_db, reporter = clip.figures().given_frames_psnr_db, clip.events.reporter
+    if psnr_db is None or clip.chain.find(PICTURE) is not None:
         return
-    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {clip.files.seed})"
     if psnr_db < LOW_PSNR_DB:
         reporter.warn(
             f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "

@@ -46,11 +46,6 @@ def denoise_samples(
     plan = missing[0].plan
     ranks = models.ranks.of(plan)
     encode_shared_references(missing, models, events)
-    if ranks.count > 1 and plan.start:
-        fresh = [sample for sample in missing if sample.begun is None]
-        drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
-        for sample, draft_CTHW in zip(fresh, ranks.same_tensors(drafts), strict=True):
-            sample.draft_CTHW = draft_CTHW
     previews, output = None, plan.settings.output
     if ranks.is_main and (output.explore or output.preview_every is not None):
         previews = Previews(plan, preview_map(plan, models, events), events)
@@ -151,17 +146,17 @@ class _Saver:
         done: int | None = files.segment * of_job + (of_job if steps is None else steps)
         if steps is None and done == sample.chain.num_steps:
             done = None
-        with self._events.saving(self._path, files, is_begun=done is not None):
-            save_latents(
-                self._path,
-                latents_CTHW,
-                settings.replace({"sampling.stop_at": None, "output.explore": False}),
-                request_sha256=files.request_sha256,
-                steps=done,
-                finished=sample.earlier,
-                past=past,
-                attention=None if sample.plan.attention is None else sample.plan.attention.backend,
-            )
+        save_latents(
+            self._path,
+            latents_CTHW,
+            settings.replace({"sampling.stop_at": None, "output.explore": False}),
+            request_sha256=files.request_sha256,
+            steps=done,
+            finished=sample.earlier,
+            past=past,
+            attention=None if sample.plan.attention is None else sample.plan.attention.backend,
+        )
+        self._events.report_left()
 
     def _save_last(self) -> None:
         if self._last is None or self._last[0] >= self._plan.num_steps:

@@ -5,15 +5,19 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import torch
 from pydantic import AliasPath, ConfigDict, Field, InstanceOf
 
 from opensora_cli.core.choices import Solver
+from opensora_cli.core.device import has_gpu, torch_dtype
+from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.exceptions import HardwareError, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.few_steps import require_turbo
+from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.components.parallelize import PlannedExchange
 from opensora_cli.engine.components.weights import Component, require_weights_of, warn_of_missing
 from opensora_cli.engine.estimate.offload import HostMemory, OffloadPlan
@@ -21,14 +25,15 @@ from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.generate.chain import Chain, make_chain, note_exceptions, require_fit
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, note_earlier_work
 from opensora_cli.engine.generate.predicted import predict_known_time
-from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
+from opensora_cli.engine.generate.ranks import require_devices
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.request import picture_settings, with_mode
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.parallel.shares import MeshShape
+from opensora_cli.settings.devices import DType
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.hardware import PlannedMachine
+from opensora_cli.settings.hardware import GpuSettings, PlannedMachine
 
 _LISTED_FILES = 5
 
@@ -168,8 +173,8 @@ class PlanDocument(Document):
             device=str(hardware.device),
             device_name=hardware.device_name,
             dtype=hardware.dtype_name,
-            num_samples=chain.num_samples,
-            model_evaluations=chain.model_evaluations * chain.num_samples,
+            num_samples=plan.settings.num_samples,
+            model_evaluations=chain.model_evaluations * plan.settings.num_samples,
             jobs=chain.jobs,  # type: ignore[arg-type]  # pydantic reads the attributes of each job
             peak_bytes=chain.peak_bytes,
             free_bytes=hardware.free_bytes if hardware.memory_is_known else None,
@@ -247,5 +252,28 @@ def chain_to_plan(
         for part in filter(None, (picture_settings(settings), settings)):
             warn_of_missing(partial(require_weights_of, part), reporter)
         warn_of_missing(partial(require_turbo, settings), reporter)
-        hardware = planned_hardware(settings, reporter) if context is None else None
+        hardware = _planned_hardware(settings, reporter) if context is None else None
     return make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
+
+
+def _planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware | None:
+    """Return the device to plan for, with a warning, if this machine lacks the devices; None otherwise."""
+    try:
+        if settings.parallel.world_size > 1:
+            require_devices(settings)
+    except HardwareError as error:
+        is_here = has_gpu()
+        planned = "the GPU of this machine" if is_here else "CUDA GPUs, whose free memory is not known"
+        reporter.warn(f"this machine could not run it: {error.message}; planned on {planned}")
+        return None if is_here else hardware_of_ranks(settings)
+    return None
+
+
+def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
+    """Return the kind of device of the ranks, without asking a device; `gpu` describes a GPU of another machine."""
+    kind, dtype_name = type_of_ranks(settings.runtime.device), settings.runtime.dtype
+    auto = "float32" if kind == "cpu" else "bfloat16"
+    dtype = torch_dtype(auto if dtype_name is DType.AUTO else dtype_name)
+    if gpu is not None:
+        return Hardware(torch.device(GPU), gpu.device_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
+    return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)

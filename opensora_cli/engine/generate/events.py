@@ -10,7 +10,7 @@ from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.ranks import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
-from opensora_cli.engine.generate.outputs import SampleFiles
+from opensora_cli.engine.generate.outputs import SampleFiles, continue_command
 from opensora_cli.engine.generate.sample import remove_latents
 
 
@@ -39,10 +39,8 @@ class Events:
         """Seconds of each stage."""
         self._prefix = "" if role is None else f"{role} "
         self._saved_at = time.monotonic()
-        self._num_samples = 0
+        self._files: Sequence[SampleFiles] = ()
         self._finished: list[Path] = []
-        self._latents: dict[Path, tuple[SampleFiles, bool]] = {}
-        """Saved latents in order, with their sample and whether steps are missing."""
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -75,23 +73,16 @@ class Events:
         finally:
             self.timings_s |= {f"{role} {name}": seconds for name, seconds in events.timings_s.items()}
 
-    @contextmanager
-    def saving(self, latents: Path, sample: SampleFiles, *, is_begun: bool) -> Iterator[None]:
-        """Record the latents that the block saves, for `rescue`; `is_begun` means that some steps are missing."""
-        # Before the block: an interruption may come after the file is written and before the call returns.
-        self._latents[latents] = sample, is_begun
-        yield
+    def report_left(self) -> None:
+        """Report the files of the run to its launcher, which shows them if this process is killed."""
         report_left(self._left)
 
-    def complete(self, sample: SampleFiles, *, keeps_latents: bool) -> None:
+    def complete(self, sample: SampleFiles) -> None:
         """Record a finished result, and remove the latents that were saved for it unless a run can continue them."""
         self._finished.append(sample.media)
-        if not keeps_latents:
-            if sample.latents is not None:
-                remove_latents(sample.latents)
-            # Latents from another place stay there.
-            self._latents = {path: saved for path, saved in self._latents.items() if saved[0].index != sample.index}
-        report_left(self._left)
+        if sample.latents is not None and sample.settings.sampling.stop_at is None:
+            remove_latents(sample.latents)
+        self.report_left()
 
     def note_saved(self, path: Path) -> None:
         before, self._saved_at = self._saved_at, time.monotonic()
@@ -99,15 +90,9 @@ class Events:
 
     @contextmanager
     def rescue(self, files: Sequence[SampleFiles]) -> Iterator[None]:
-        """Report finished samples and how to continue if the block ends early: in KeyboardInterrupt, or as warnings.
-
-        A launcher knows the lines at any time.
-        """
-        self._num_samples = len(files)
-        self._latents |= {
-            sample.saved: (sample, sample.saved_steps is not None) for sample in files if sample.saved is not None
-        }
-        report_left(self._left)
+        """Report finished samples and how to continue if the block ends early: in KeyboardInterrupt, or as warnings."""
+        self._files = files
+        self.report_left()
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -124,9 +109,13 @@ class Events:
             raise
 
     def _left(self) -> list[str]:
-        # The last file of each sample. A file that was being saved when the run ended may not exist.
-        there = {saved[0].index: (path, *saved) for path, saved in self._latents.items() if path.is_file()}
-        lines = [f"finished: {path}" for path in self._finished]
-        lines += [f"continue with: {sample.command(path, is_begun=begun)}" for path, sample, begun in there.values()]
-        rest = self._num_samples - len(self._finished) - len(there)
-        return [*lines, f"still to be made: {rest} of {self._num_samples} samples"] if lines and rest > 0 else lines
+        lines, rest = [f"finished: {path}" for path in self._finished], 0
+        for sample in self._files:
+            is_finished = sample.media in self._finished
+            if is_finished and sample.settings.sampling.stop_at is None:
+                continue
+            if (command := continue_command(sample)) is not None:
+                lines.append(f"continue with: {command}")
+            elif not is_finished:
+                rest += 1
+        return [*lines, f"still to be made: {rest} of {len(self._files)} samples"] if lines and rest else lines

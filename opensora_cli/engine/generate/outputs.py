@@ -258,6 +258,17 @@ def _saved_request(latents: Path) -> tuple[str | None, int | None]:
     return saved.request_sha256, saved.steps
 
 
+def continue_command(sample: SampleFiles) -> str | None:
+    """Return the command that continues from the latest latents of a sample; None without a file of them."""
+    if sample.latents is not None:
+        request, steps = _saved_request(sample.latents)
+        if request is not None and request == sample.request_sha256:
+            return sample.command(sample.latents, is_begun=steps is not None)
+    if sample.saved is None or not sample.saved.is_file():
+        return None
+    return sample.command(sample.saved, is_begun=sample.saved_steps is not None)
+
+
 def check_outputs(chain: "Chain", *, create: bool) -> None:
     """Raise OutputError if the folder of results has no space or cannot be written; with `create` it is made."""
     plan, files = chain.video, sample_files(chain.settings, 0)
@@ -272,7 +283,7 @@ def check_outputs(chain: "Chain", *, create: bool) -> None:
         raise OutputError(f"cannot write in {folder}", hint=hint)
     of_sample = plan.height * plan.width * plan.num_frames * _BYTES_PER_PIXEL
     of_sample += 0 if files.latents is None else chain.latent_bytes
-    needed = int(chain.num_samples * of_sample) + _HEADROOM
+    needed = int(chain.settings.num_samples * of_sample) + _HEADROOM
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OutputError(

@@ -96,11 +96,11 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
     files = picture_files(chain, [sample.files for sample in samples])
 
     def finish(clip: Clip) -> torch.Tensor:
-        picture_1HWC = torch.cat([*clip.pieces])
+        picture = hold(clip)
         # An earlier run of the request may have saved the same picture.
         if chain.settings.picture.save and not clip.files.made_before:
-            write_video([picture_1HWC], clip.chain, clip.files, clip.figures)
-        return picture_1HWC
+            write_video(picture)
+        return picture.frames_THWC
 
     with events.of_job(PICTURE) as own:
         embeds = text_embeds(plan, models, own)
@@ -117,7 +117,7 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
 def _make_drafts(
     chain: Chain, samples: Sequence[Sample], embeds: Sequence[PromptEmbeds], models: LoadedModels, events: Events
 ) -> None:
-    """Make the draft of each sample, and encode it in the size of the video, on rank 0 alone."""
+    """Make the draft of each sample, and encode it in the size of the video, on rank 0."""
     plan, video = chain.find(DRAFT), chain.video
     if plan is None or not samples:
         return
@@ -128,12 +128,13 @@ def _make_drafts(
         made = [video.frames_THWC for video in decode_samples(drafts, models, own, finish=hold)]
     if models.ranks.count > 1:
         models.release()  # as in `_make_pictures`
-    for sample in samples if models.ranks.is_main else ():
-        # One draft at a time: full-size float frames take far more memory than the draft.
-        pixels_CTHW = fit_frames(made.pop(0), height=video.height, width=video.width, fit=Fit.STRETCH)
-        latents = reference_latents(video, [Reference(pixels_CTHW, at_head=True)], models, events)
-        assert latents is not None
-        [sample.draft_CTHW] = latents
+    for sample in samples:
+        latents = None
+        if models.ranks.is_main:
+            # One draft at a time: full-size float frames take far more memory than the draft.
+            pixels_CTHW = fit_frames(made.pop(0), height=video.height, width=video.width, fit=Fit.STRETCH)
+            latents = reference_latents(video, [Reference(pixels_CTHW, at_head=True)], models, events)
+        [sample.draft_CTHW] = models.ranks.same_tensors(latents)
 
 
 def _make_segments(
@@ -168,7 +169,7 @@ def _make_segments(
                 overlap = settings.overlap if number else settings.given_frames
                 kept_THWC, remade_THWC = _last_frames(pieces, overlap), frames_THWC[:overlap]
                 frames_THWC = follow(kept_THWC, remade_THWC, frames_THWC[overlap:])
-            measured.append(held.figures)
+            measured.append(held.figures())
             segments.append(
                 {
                     "prompt": settings.segment_prompts[number],
@@ -192,7 +193,7 @@ def _make_segments(
             tuple(segments),
         )
 
-    return Clip(chain, files, events, latents, (piece_THWC for piece_THWC in pieces), whole)
+    return Clip(chain, files, events, latents, pieces, whole)
 
 
 def _last_frames(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:

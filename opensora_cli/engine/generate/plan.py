@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -92,8 +93,6 @@ class Plan:
     """Number of parameters of each component."""
     files: Mapping[Component, FileWeights] | None = field(repr=False, compare=False)
     """Weights that a CPU maps from their files; None on other devices."""
-    held_bytes: int = 0
-    """Host memory for frames that stay during every stage."""
     offload: OffloadPlan = field(default_factory=OffloadPlan)
     stages: tuple[StageMemory, ...] = ()
     """Memory of each stage with this offload, on each rank. Only rank 0 encodes references."""
@@ -222,7 +221,7 @@ class Plan:
         if not self.decodes_only and offload.host_weights is HostWeights.PINNED:
             pinned = streamed_bytes(mmdit_config(self.settings.model), dtype, offload, tensor=self.mesh.tensor)
         if offload.store_on_host:
-            on_device = self._estimate(replace(offload, store_on_host=False))
+            on_device = estimate_generation(self, replace(offload, store_on_host=False))
             pinned = max(pinned, _decoding_bytes(on_device) - _decoding_bytes(self.stages))
         return HostMemory(pinned_bytes=ranks * pinned, page_cache_bytes=weights)
 
@@ -252,17 +251,12 @@ class Plan:
         )
 
     def with_offload(self, offload: OffloadPlan) -> "Plan":
-        return replace(self, offload=offload, stages=self._estimate(offload))
+        return replace(self, offload=offload, stages=estimate_generation(self, offload))
 
     def with_stronger_offload(self, stage: str) -> "Plan | None":
         """Return a plan in which `stage` needs much less memory; None without one, and for several ranks."""
         stronger = stronger_offload(self.offload, stage, self.offloadable) if self.mesh.size == 1 else None
         return None if stronger is None else self.with_offload(stronger)
-
-    def _estimate(self, offload: OffloadPlan) -> tuple[StageMemory, ...]:
-        on_cpu = self.hardware.device.type == "cpu"
-        stages = estimate_generation(self, offload)
-        return tuple(replace(stage, data_bytes=stage.data_bytes + on_cpu * self.held_bytes) for stage in stages)
 
 
 def make_plan(
@@ -271,17 +265,15 @@ def make_plan(
     role: str = VIDEO,
     hardware: Hardware | None = None,
     tries_device: bool = True,
-    held_frames: int | None = None,
 ) -> Plan:
     """Return the plan of one job on this machine.
 
-    Neither weights nor enough memory are needed; `require_weights` and `require_fit` check them.
+    Neither weights nor enough memory are needed; `chain.require_runnable` checks them.
 
     Args:
         settings: settings with a condition mode; see `request.with_mode`.
         hardware: device of one of several ranks; None means a rank's share of the device of `settings`.
         tries_device: whether this process may use the device, to check attention kernels.
-        held_frames: frames of the whole video, for a segment that extends it; None for any other clip.
     """
     hardware = hardware or rank_hardware(settings)
     model, sampling, grid = settings.model, settings.sampling, settings.vae.grid
@@ -302,7 +294,7 @@ def make_plan(
     if makes_picture:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
     named = settings.condition.mode or (PICTURE_MODE if makes_picture else "t2v")
-    mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
+    mode = CONTINUING if role == SEGMENT else condition_mode(named, num_latent_frames=settings.num_latent_frames)
 
     timesteps = sampling.timesteps or tuple(
         flow_timesteps(
@@ -354,7 +346,6 @@ def make_plan(
         attention=attention,
         parameters=parameters,
         files=files,
-        held_bytes=(held_frames or 0) * height * width * 3,
     )
     change = sampling.step_cache
     # A step cache that comes from `sampling.fast` may have no effect.
@@ -366,7 +357,9 @@ def make_plan(
     memory = settings.memory
     if files is not None:  # A copy gains nothing over the mapped file.
         memory = memory.replace({"host_weights": None})
-    return plan.with_offload(choose_offload(memory, plan.offloadable, plan._estimate, budget=plan.budget_bytes))
+    return plan.with_offload(
+        choose_offload(memory, plan.offloadable, partial(estimate_generation, plan), budget=plan.budget_bytes)
+    )
 
 
 def _decoding_bytes(stages: tuple[StageMemory, ...]) -> int:

@@ -29,7 +29,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.transformer import evaluation_work
-from opensora_cli.engine.estimate.weights import bytes_of_blocks, modulation_bytes, streamed_bytes
+from opensora_cli.engine.estimate.weights import bytes_of_blocks, streamed_bytes
 from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
@@ -42,14 +42,14 @@ LOAD = "load"
 
 def predict_time(chain: Chain, gpu: GpuSettings) -> PredictedTime:
     """Return the predicted seconds of every stage of a chain on GPUs of this kind."""
-    samples, stages = chain.num_samples, dict[str, Seconds]()
+    samples, stages = chain.settings.num_samples, dict[str, Seconds]()
     for role, plan in chain.by_role.items():
         count = sum(job.role == role for job in chain.jobs)
         own = {LOAD: loading(plan, gpu)}
         if not plan.decodes_only:
             evaluations = plan.evaluations_after(0, ranks=plan.mesh.guidance)
-            sampled = evaluation(plan, gpu) * evaluations + modulation(plan, gpu)
-            own |= {TEXT: text(plan, gpu), ENCODE: encoding(plan, gpu) * count, DENOISE: sampled * (count * samples)}
+            sampled = evaluation(plan, gpu) * (evaluations * count * samples)
+            own |= {TEXT: text(plan, gpu), ENCODE: encoding(plan, gpu) * count, DENOISE: sampled}
         own[DECODE] = decoding(plan, gpu) * (count * samples)
         for name, seconds in own.items():
             # Segments use the models and the prompts of the video.
@@ -80,19 +80,10 @@ def loading(plan: Plan, gpu: GpuSettings) -> Seconds:
     if Component.TRANSFORMER in sizes:
         plain = OffloadPlan(modulation_on_host=offload.modulation_on_host)
         saved = sum(bytes_of_blocks(config, dtype, plain)) - sum(bytes_of_blocks(config, dtype, offload))
-        # Weights that are streamed, or copied before the first step, count there.
+        # Streamed weights count with the evaluations.
         later = streamed_bytes(config, dtype, offload, tensor=1)
-        later += offload.modulation_on_host * modulation_bytes(config, dtype)
         sizes[Component.TRANSFORMER] = max(0, sizes[Component.TRANSFORMER] - saved - later)
     return copied(gpu, sum(sizes.values()), pinned=False)
-
-
-def modulation(plan: Plan, gpu: GpuSettings) -> Seconds:
-    """Return the seconds in which modulation on the host is copied, once for each sample."""
-    if not plan.offload.modulation_on_host:
-        return Seconds()
-    size = modulation_bytes(mmdit_config(plan.settings.model), plan.hardware.dtype)
-    return copied(gpu, size // (plan.hardware.dtype.itemsize if plan.offload.fp8_storage else 1), pinned=False)
 
 
 def text(plan: Plan, gpu: GpuSettings) -> Seconds:
@@ -144,9 +135,9 @@ def _eight_bit_tflops(gpu: GpuSettings, linear: LinearProducts) -> float | None:
     return {LinearProducts.FP8: gpu.fp8_tflops, LinearProducts.INT8: gpu.int8_tops}.get(linear)
 
 
-def decoding(plan: Plan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
-    """Return the seconds in which one clip is decoded; if `shared`, ranks decode different tiles."""
+def decoding(plan: Plan, gpu: GpuSettings) -> Seconds:
+    """Return the seconds in which one clip is decoded; ranks decode different tiles."""
     dtype, vae = plan.hardware.dtype, plan.settings.vae
     whole = autoencoder_seconds(decoding_work(vae, plan.latent_shape, dtype), gpu, dtype)
     tiles = count_decoder_tiles(plan.latent_shape, vae)
-    return Seconds({DECODING: whole * (shares(tiles, plan.mesh.size)[0] / tiles if shared else 1.0)})
+    return Seconds({DECODING: whole * shares(tiles, plan.mesh.size)[0] / tiles})

@@ -10,34 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.core.device import has_gpu, torch_dtype, use_device
-from opensora_cli.core.device_names import GPU, type_of_ranks
-from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.device import use_device
+from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.core.ranks import RankContext, beat
-from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.components.parallelize import share_tokens
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
-from opensora_cli.engine.launch.rank import (
-    agreed,
-    device_type,
-    joined,
-    rank_device,
-    settings_of_ranks,
-)
+from opensora_cli.engine.launch.rank import agreed, device_type, joined, rank_device, settings_of_ranks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import open_exchange
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import VelocityFn
-from opensora_cli.settings.devices import DType
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.hardware import GpuSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 _LONGEST = timedelta(days=30)
@@ -158,29 +148,6 @@ def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
         log_dir=log_dir,
         output_dir=sample_files(settings, 0).media.parent,
     )
-
-
-def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware | None:
-    """Return the device to plan for, with a warning, if this machine lacks the devices; None otherwise."""
-    try:
-        if settings.parallel.world_size > 1:
-            require_devices(settings)
-    except HardwareError as error:
-        is_here = has_gpu()
-        planned = "the GPU of this machine" if is_here else "CUDA GPUs, whose free memory is not known"
-        reporter.warn(f"this machine could not run it: {error.message}; planned on {planned}")
-        return None if is_here else hardware_of_ranks(settings)
-    return None
-
-
-def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
-    """Return the kind of device of the ranks, without asking a device; `gpu` describes a GPU of another machine."""
-    kind, dtype_name = type_of_ranks(settings.runtime.device), settings.runtime.dtype
-    auto = "float32" if kind == "cpu" else "bfloat16"
-    dtype = torch_dtype(auto if dtype_name is DType.AUTO else dtype_name)
-    if gpu is not None:
-        return Hardware(torch.device(GPU), gpu.device_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
-    return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)
 
 
 @contextmanager

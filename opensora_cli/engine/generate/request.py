@@ -215,10 +215,12 @@ def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSet
     return replaced(settings, {"condition.mode": mode, "condition.continued": facts.num_frames, **changes})
 
 
-def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
+def draft_settings(settings: GenerateSettings) -> GenerateSettings | None:
+    """Return the settings of the draft from which a video starts; None without one."""
     resolution, multiple = settings.draft.resolution, settings.size_multiple
     if resolution is None or settings.from_latents is not None:
         return None
+    height, width, _ = pixel_size(settings)
     if settings.video.height is None:
         rows, columns = image_size(resolution, settings.video.aspect_ratio, multiple=multiple)
     else:

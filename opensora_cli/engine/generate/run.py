@@ -18,25 +18,15 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import AttentionPlan, attention_use, keep_attention
 from opensora_cli.engine.components.hardware import rank_hardware
-from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights
-from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
+from opensora_cli.engine.generate.chain import Chain, make_chain, require_runnable
+from opensora_cli.engine.generate.decode import Clip, GeneratedVideo, hold, report_given_frames, save
+from opensora_cli.engine.generate.dry_run import hardware_of_ranks
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import (
-    SampleFiles,
-    check_outputs,
-    note_earlier_work,
-    sample_files,
-)
+from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, note_earlier_work, sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import VIDEO
-from opensora_cli.engine.generate.ranks import (
-    Ranks,
-    hardware_of_ranks,
-    joined_ranks,
-    require_devices,
-    start_ranks,
-)
+from opensora_cli.engine.generate.ranks import Ranks, joined_ranks, require_devices, start_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import refined_with_mode, resolve, with_mode
@@ -90,9 +80,9 @@ class GenerateResult(Document):
     """Sheet with a preview of each explored seed; absent without one."""
     model: str
     device: str
-    model_evaluations: int
+    model_evaluations: int = 0
     """Model evaluations for all samples."""
-    timings_s: dict[str, float]
+    timings_s: dict[str, float] = Field(default={})
     """Seconds of each stage."""
     threads: ThreadChoice | None = None
     """CPU threads; absent if nothing was computed."""
@@ -147,7 +137,14 @@ def generate(
     """
     reporter = reporter or SilentReporter()
     if context is None and rank_flags is not None and settings.parallel.world_size > 1:
-        return _generate_in_ranks(settings, reporter, rank_flags)
+        require_devices(settings)
+        settings = refined(settings, reporter=reporter)
+        # Reading the free memory of a device creates a CUDA context that stays until this process ends.
+        hardware = hardware_of_ranks(settings)
+        chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
+        if (earlier := _earlier_result(chain, choose_outputs(chain), reporter)) is None:
+            start_ranks(settings, "generate", rank_flags)
+        return earlier
     with ExitStack() as stack:
         if context is not None:
             reporter = WatchedReporter(reporter)
@@ -156,11 +153,10 @@ def generate(
         models = models or stack.enter_context(LoadedModels(stay=settings.num_samples > 1))
         ranks, is_main = models.ranks, models.ranks.is_main
         chain = plan_here(settings, models, reporter=reporter, device=device)
-        require_weights(chain, reporter)
         chosen = choose_outputs(chain, ranks=ranks)
-        if all(sample.made_before for sample in chosen):
-            return _earlier_result(chain, chosen, reporter)
-        require_room(chain, reporter)
+        if (earlier := _earlier_result(chain, chosen, reporter)) is not None:
+            return earlier
+        require_runnable(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
         if is_main:
             warn_about_prompts(chain.video, reporter)
@@ -221,24 +217,10 @@ def plan_here(
     return chain.change(models.planned, only=VIDEO).with_threads()
 
 
-def _generate_in_ranks(
-    settings: GenerateSettings, reporter: Reporter, rank_flags: Sequence[str]
-) -> GenerateResult | None:
-    """Run the request in ranks, unless all of it was made before. Rank 0 checks the rest."""
-    require_devices(settings)
-    settings = refined(settings, reporter=reporter)
-    # Reading the free memory of a device creates a CUDA context that stays until this process ends.
-    hardware = hardware_of_ranks(settings)
-    chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
-    files = choose_outputs(chain)
-    if all(sample.made_before for sample in files):
-        return _earlier_result(chain, files, reporter)
-    start_ranks(settings, "generate", rank_flags)
-    return None
-
-
-def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
-    """Return the result of a run that has nothing to compute."""
+def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult | None:
+    """Return the result of a run that has nothing to compute; None if a sample is missing."""
+    if not all(sample.made_before for sample in files):
+        return None
     # A run that was killed right after the result may have left temporary files.
     remove_left(files[0].media.parent)
     note_earlier_work(files, reporter)
@@ -246,8 +228,6 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
         videos=tuple(GeneratedVideo.of(chain, sample) for sample in files),
         model=chain.settings.model.name,
         device=str(chain.video.hardware.device),
-        model_evaluations=0,
-        timings_s={},
         settings=chain.settings,
     )
 
@@ -277,7 +257,7 @@ def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ra
 
 def hold_from_request(
     request: GenerateRequest, models: LoadedModels, *, reporter: Reporter
-) -> tuple[HeldVideo, Callable[[int, str], str]]:
+) -> tuple[Clip, Callable[[int, str], str]]:
     """Resolve the settings of a request; return its first sample in memory, and its `request_hashes` at that time."""
     settings = resolve(request, reporter=reporter)
     if settings.resume is not None:
@@ -285,8 +265,7 @@ def hold_from_request(
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     chain = plan_here(settings.replace({"picture.save": False}), models, reporter=reporter)
-    require_weights(chain, reporter)
-    require_room(chain, reporter)
+    require_runnable(chain, reporter)
     references = references_of(chain.video, reporter)
     warn_about_prompts(chain.video, reporter)
     hashes = request_hashes(chain)
@@ -295,5 +274,5 @@ def hold_from_request(
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter), finish=hold)
-    report_given_frames(chain, video.figures.given_frames_psnr_db, files.seed, reporter)
+    report_given_frames(video)
     return video, hashes

@@ -14,13 +14,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.chain import Chain, alone
-from opensora_cli.engine.generate.outputs import (
-    SampleFiles,
-    find_target,
-    is_begun,
-    read_made,
-    sample_files,
-)
+from opensora_cli.engine.generate.outputs import SampleFiles, find_target, is_begun, read_made, sample_files
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.request import picture_path
@@ -38,7 +32,7 @@ def choose_outputs(chain: Chain, *, claims: ExitStack | None = None, ranks: Rank
     settings, chosen = chain.settings, list[SampleFiles]()
     if ranks.is_main:
         request = request_hashes(chain)
-        for index in range(chain.num_samples):
+        for index in range(settings.num_samples):
             of_sample = request(settings.sampling.seed + index, settings.output_format)
             chosen.append(find_target(settings, index, of_sample, claims=claims))
     known = ranks.same([(each.number, each.made_before, str(each.saved or ""), each.saved_steps) for each in chosen])

@@ -133,7 +133,7 @@ def test_a_notebook_plays_it(video: Video) -> None:
         (frames_THWC[:, :63], "gif", 'width="128" '),
         (frames_THWC[:1].repeat(1, 3, 1, 1), "png", ""),
     ):
-        shown = Video(replace(video._held, frames_THWC=frames), video._request_sha256)
+        shown = Video(replace(video._held, pieces=(frames,)), video._request_sha256)
         assert shown._repr_html_().startswith(f'<img {size}src="data:image/{kind};base64,')
 
 

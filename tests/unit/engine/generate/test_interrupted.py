@@ -29,7 +29,7 @@ from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.request import with_mode
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.sample import Sample, open_latents
+from opensora_cli.engine.generate.sample import Sample, open_latents, save_latents
 from opensora_cli.settings.layers import Given
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -113,17 +113,16 @@ class TestCtrlC:
 
     def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter):
         several = released_settings(world, tmp_path, sampling__num_samples="4")
-        first, second, third, last = (sample_files(several, index) for index in range(4))
+        first, second, third, last = (sample_files(several, index, request_sha256="a") for index in range(4))
         state = tmp_path / "state.latents.safetensors"
         state.touch()
         first, events = replace(first, saved=state, saved_steps=1), Events(reporter)
 
         def interrupted():
             with events.rescue([first, second, third, last]):
-                for sample, is_begun in ((first, False), (second, False), (third, True)):
-                    with events.saving(sample.latents, sample, is_begun=is_begun):
-                        sample.latents.touch()
-                events.complete(first, keeps_latents=False)
+                for sample, steps in ((first, None), (second, None), (third, 1)):
+                    save_latents(sample.latents, torch.zeros(1), several, request_sha256="a", steps=steps)
+                events.complete(first)
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt) as caught:

@@ -16,9 +16,9 @@ from opensora_cli.engine.estimate.predicted_time import (
     TRAFFIC,
 )
 from opensora_cli.engine.generate.chain import Chain, make_chain
+from opensora_cli.engine.generate.dry_run import hardware_of_ranks
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time
-from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.settings.hardware import GpuSettings, read_machine
 from opensora_cli.settings.load import load_preset
 
@@ -66,7 +66,6 @@ def test_ranks_share_tokens_tiles_and_branches() -> None:
     assert one[COLLECTIVES] == 0.0 < shared[COLLECTIVES]
     # Two tiles: each is decoded by one.
     assert decoding(eight, gpu_of("H100"))[DECODING] == decoding(alone, gpu_of("H100"))[DECODING] / 2
-    assert decoding(eight, gpu_of("H100"), shared=False) == decoding(alone, gpu_of("H100"))
     branches = planned(parallel__gpus=2, parallel__cfg_parallel_degree=2)
     # 30 steps have two branches, 20 have one.
     assert [plan.evaluations_after(0, ranks=plan.mesh.guidance) for plan in (alone, branches)] == [80, 50]

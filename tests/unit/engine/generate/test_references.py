@@ -1,6 +1,7 @@
 """References: the mode that they suggest, what is read of them, and how well they come back."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from tiny_world import RecordingReporter, moving_frames, released_settings
 from opensora_cli.core.conditions import CONDITION_MODES, RELEASED_LENGTHS, ReferenceLengths, reference_parts
 from opensora_cli.core.exceptions import MediaError, RequestError
 from opensora_cli.engine.generate.chain import Chain
-from opensora_cli.engine.generate.decode import report_given_frames
+from opensora_cli.engine.generate.decode import Figures, report_given_frames
 from opensora_cli.engine.generate.dry_run import plan_generation
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.references import GivenFramesPSNR, Reference, read_references
 from opensora_cli.engine.generate.request import with_mode
 from opensora_cli.media.write import write_media
@@ -77,7 +79,13 @@ def test_a_reference_of_another_rate_is_warned_of(tmp_path):
 
 @pytest.mark.parametrize(("psnr_db", "warns"), [(16.0, True), (23.9, True), (24.1, False)])
 def test_given_frames_that_do_not_come_back_are_warned_of(reporter, psnr_db, warns):
-    report_given_frames(Chain(()), psnr_db, 7, reporter)
+    clip = SimpleNamespace(
+        chain=Chain(()),
+        files=SimpleNamespace(seed=7),
+        events=Events(reporter),
+        figures=lambda: Figures({}, {}, psnr_db),
+    )
+    report_given_frames(clip)
     [line] = reporter.warnings if warns else reporter.notes
     assert line.startswith(f"given frames came back at {psnr_db} dB PSNR (seed 7)")
     assert len(reporter.warnings + reporter.notes) == 1
