@@ -70,7 +70,6 @@ def run_script(file: str, *arguments: object) -> Any:
 
 
 def tree(path: Path) -> Tree:
-    """Return all that is at `path`."""
     if path.is_dir():
         return {str(each.relative_to(path)): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}
     return path.read_bytes() if path.exists() else None

@@ -142,8 +142,6 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
         case "exit":
             print("no luck")
             os._exit(7)
-        case "wait" if stage == "start":  # as an import does
-            compute(120)
         case "wait" | "fail to save" | "hang":
             time.sleep(120)
         case "share":
@@ -155,8 +153,6 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             time.sleep(120)
         case "compute":
             compute(4)
-        case "terminal" if sys.stdout.isatty():
-            print(os.get_terminal_size(sys.stdout.fileno()).columns, "columns")
 
 
 def compute(seconds: float) -> None:

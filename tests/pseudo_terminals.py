@@ -71,7 +71,6 @@ class Terminal:
         self.master = self.slave = None
 
     def end(self):
-        """Return the exit code, once the process has ended."""
         code = self.process.wait(LONG_S)
         if self.master is not None:
             self.read()

@@ -27,11 +27,9 @@ class Scheme:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
         return self.ring * self.ulysses * self.tensor
 
     def mesh(self) -> ParallelMesh:
-        """Return the mesh of this process."""
         return mesh_of(ring=self.ring, ulysses=self.ulysses, tensor=self.tensor)
 
 

@@ -12,6 +12,7 @@ import tiny_training
 import torch
 import yaml
 from fake_hub import FakeHub, FakeRepo, connect, serving
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal
 
@@ -89,6 +90,8 @@ def test_merge_lora_and_back(run) -> None:
     code, out, err = run("ckpt", "merge-lora", "good.safetensors", "adapter", "new.safetensors", "-q")
     assert (code, out, err) == (0, "new.safetensors\n", "")
     assert load_file("new.safetensors")["a.weight"].tolist() == [[6, 1, -4], [4, 4, 4]]
+    with safe_open("new.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["osora.options"]) == {"adapter": "adapter", "scale": 1.0}
     undo = ("merge-lora", "new.safetensors", "adapter", "back.pt", "--scale", "-1", "--json", "-q")
     code, out, _ = run("ckpt", *undo)
     assert (code, json.loads(out)["schema"]) == (0, "osora.ckpt.merge-lora/3")

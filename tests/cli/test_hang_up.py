@@ -1,4 +1,4 @@
-"""Runs in a terminal: keys that are typed ahead, and a terminal that goes away, as at a lost ssh connection."""
+"""Runs in a terminal that goes away, as at a lost ssh connection."""
 
 import re
 import signal

@@ -122,7 +122,7 @@ EARLY = [
 ]
 
 
-def test_wrong_requests_are_refused_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_requests_are_refused_before_torch_is_imported(tmp_path, monkeypatch):
     for name in ("there.mp4", "there.pt", "run/log.jsonl", "run/there_reconstructed.mp4"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
@@ -193,14 +193,7 @@ PLANNED = ["generate", "sea", "--res", "256px", "--dry-run", "--on"]
         ),
     ],
 )
-def test_wrong_requests_that_the_engine_refuses(
-    code: int,
-    request_: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_requests_that_the_engine_refuses(code, request_, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_file({"a.weight": torch.arange(6.0).view(2, 3)}, GOOD)
     Path("truncated.safetensors").write_bytes(Path(GOOD).read_bytes()[:-3])

@@ -27,7 +27,6 @@ class World:
     """The value that a rank has handed to the n-th collective of a group: (ranks, n, rank) -> tensor."""
 
     def machine(self, rank: int) -> str:
-        """Return the name of the machine of a rank."""
         return f"machine-{rank // PER_MACHINE:04d}"
 
     def heard(self, group: tuple[int, ...], number: int, rank: int, *, own: Tensor, by: int) -> Tensor:
@@ -55,7 +54,6 @@ class Collectives:
         return [work for work in works if work is not None]
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Log a collective, and return what its operator returns."""
         name = func._opname
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if _is_group(arg))
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -131,7 +129,6 @@ class LoggedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done: it may be."""
         return True
 
 

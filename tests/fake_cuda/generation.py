@@ -48,7 +48,6 @@ class Turn:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
         return self.chain.video.hardware.device
 
     @property
@@ -135,5 +134,4 @@ def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
 
 
 def _watched(clip: Clip) -> int:
-    """Take the frames of a video, and return how many there are."""
     return sum(len(piece_THWC) for piece_THWC in clip.pieces)

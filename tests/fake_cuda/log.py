@@ -56,7 +56,6 @@ class Operation(Entry):
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """All of them."""
         return (*self.reads, *self.writes)
 
 
@@ -182,7 +181,6 @@ class Log:
 
     @contextmanager
     def on_thread(self, name: str) -> Iterator[None]:
-        """Let another thread of the host ask inside the block."""
         before, self.thread = self.thread, name
         try:
             yield

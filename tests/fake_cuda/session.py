@@ -42,12 +42,10 @@ class Rehearsal:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
         return self.queues.device
 
     @property
     def context(self) -> RankContext:
-        """What torchrun would say."""
         return RankContext(
             rank=self.rank,
             local_rank=self.rank % PER_MACHINE,

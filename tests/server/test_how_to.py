@@ -27,7 +27,6 @@ def block(start):
 
 
 def is_command(words, capsys):
-    """Return whether the options of a command exist."""
     code = main([*words[1:], "--help"])
     return code == 0 and "Usage" in capsys.readouterr().out
 

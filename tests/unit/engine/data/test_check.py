@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tiny_clips import write_rows
 
-from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.data.check import DataReport, check_data
 from opensora_cli.settings.train import TrainSettings
@@ -124,8 +124,3 @@ def test_an_empty_bucket_or_epoch_is_a_problem(table: Path) -> None:
     epoch = check({"table": str(table), "buckets": {"64px": {33: (1.0, 4)}}}, micro_batches=3)
     with pytest.raises(FileProblem, match="an epoch is empty: it has 2 micro-batches, and an update takes 3"):
         epoch.raise_for_problems()
-
-
-def test_without_a_table_there_is_nothing_to_check() -> None:
-    with pytest.raises(RequestError, match=r"data\.table is not set"):
-        check({})
