@@ -171,7 +171,6 @@ class Log:
         self.add(kind(self.thread, where(), *fields, **named))
 
     def add(self, entry: Entry) -> None:
-        """Add an entry, and count memory."""
         self.entries.append(entry)
         if isinstance(entry, Allocated | Freed):
             change = entry.num_bytes if isinstance(entry, Allocated) else -entry.num_bytes

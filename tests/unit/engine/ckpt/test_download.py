@@ -213,20 +213,6 @@ def test_the_password_of_an_endpoint_is_not_shown(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "location",
-    ["file:///etc/passwd", "http://127.0.0.1:1/x", "http://[", "/" + "x" * 100_000, "", "\x7f", "gopher://x/"],
-)
-def test_a_redirection_that_leads_nowhere_leaves_nothing(hub, tmp_path, location):
-    hub.locations[BIG] = location
-    with pytest.raises(CheckpointError) as caught:
-        download(settings(tmp_path))
-    assert caught.value.message.startswith(f"{MAIN}: ")
-    assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 600
-    assert files_in(tmp_path) <= WANTED - {BIG}
-
-
-@pytest.mark.parametrize(
     ("token", "hint"),
     [("", "hf auth login, or HF_TOKEN"), ("hf_other", "with the account of your token")],
 )
