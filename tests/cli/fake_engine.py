@@ -15,8 +15,6 @@ from opensora_cli.settings.load import load_generate_settings
 
 
 class FakeResult(Document):
-    """A plan or a result."""
-
     SCHEMA = "fake/1"
 
     settings: GenerateSettings

@@ -151,21 +151,18 @@ class TestRanksThatOthersStart:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
-        counts = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+        step |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "opensora_cli", *SHORT, *flags],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={
-                    **os.environ,
-                    **step,
-                    **counts,
-                    **environment,
-                    "SLURM_PROCID": str(rank),
-                    "SLURM_LOCALID": str(rank),
-                },
+                env=os.environ
+                | step
+                | counts
+                | environment
+                | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), str(rank)),
             )
             for rank in range(2)
         ]

@@ -8,10 +8,7 @@ import yaml
 from small_stages import small_stages
 from tiny_training import rank_memory
 
-from opensora_cli.cli.app import main
 from opensora_cli.engine.train import plan as train_plan
-from opensora_cli.engine.train.plan import RankMemory
-from opensora_cli.settings.train import TrainSettings
 
 GENERATE = ["generate", "raining, sea", "--res", "256px"]
 GIB = 2**30
@@ -25,7 +22,6 @@ def _small_stages(monkeypatch):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Arguments that train a tiny transformer, without weights and data."""
     settings = tiny_training.mmdit_settings(tmp_path / "run").model_dump(mode="json")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
     return ["train", "--config", str(tmp_path / "tiny.yaml"), "--set", "optimizer.name=adamw", "--device", "auto"]
@@ -61,25 +57,23 @@ def test_what_does_not_fit_there_ends_with_4(osora):
     assert "on cuda (NVIDIA H100 80GB HBM3)" in err
 
 
-def test_a_training_is_planned_for_what_is_named(recipe, capsys, monkeypatch):
+def test_a_training_is_planned_for_what_is_named(recipe, osora, monkeypatch):
     kinds = []
 
-    def estimate(settings: TrainSettings, *, reporter: object) -> RankMemory:
+    def estimate(settings, *, reporter):
         kinds.append((settings.device, settings.train_mmdit.frozen_dtype))
         return rank_memory(30 * GIB)
 
     monkeypatch.setattr(train_plan, "estimate_rank", estimate)
     sharded = [*recipe, "--set", "strategy=zero2", "--dry-run"]
-    assert main([*sharded, "--on", "16xH100", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(osora(*sharded, "--on", "16xH100", "--json").out)
     assert (document["schema"], document["fits"]) == ("osora.train-plan/7", True)
     assert document["settings"]["parallel"]["nnodes"] == 2
     assert document["predicted"]["hardware"] == "16xH100"
     assert document["predicted"]["stages_s"]["forward and backward"] > 0
     # As frozen parts compute there.
     assert kinds == [("cuda", "bfloat16")]
-    assert main([*sharded, "--on", "2x4090"]) == 4
-    out, err = capsys.readouterr()
+    out, err = osora(*sharded, "--on", "2x4090", code=4)
     assert out.startswith("Does not fit: 30.0 of 23.0 GiB GPU memory, 0.0 GiB host memory, about ")
     assert "a step of 2 micro-batches, each 2 clips of 13 frames, 48x24 on 2x4090, not measured" in out
     assert "a rank does not fit in memory (30.0 of 23.0 GiB GPU memory, " in err

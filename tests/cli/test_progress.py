@@ -13,8 +13,6 @@ from opensora_cli.core.progress import ConsoleReporter
 
 
 class Clock:
-    """A clock that advances only when asked."""
-
     def __init__(self) -> None:
         self.now = 100.0
 

@@ -23,7 +23,6 @@ def recipe(tmp_path):
 
 
 def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C at a step, once."""
     begin_step = VAETask.begin_step
 
     def begin(self: VAETask, at: int) -> None:

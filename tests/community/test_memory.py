@@ -23,8 +23,6 @@ from opensora_cli.models.attention.torch_kernels import sdpa
 
 
 class Block(nn.Module):
-    """What the community's blocks look like."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -56,7 +54,6 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 @pytest.fixture
 def manager(monkeypatch):
-    """Give checkpoints a manager without a buffer, as the global one is at first."""
     made = ActivationManager()
     monkeypatch.setattr(memory, "GLOBAL_ACTIVATION_MANAGER", made)
     return made

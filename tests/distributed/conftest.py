@@ -36,8 +36,6 @@ _IMPORTED_ONCE = [
 
 
 class Processes:
-    """What is started so far."""
-
     def __init__(self) -> None:
         # Only Linux forks safely after torch is imported, since there no library has started a thread by then.
         self._context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -135,7 +133,6 @@ class Pool:
 
 @pytest.fixture(scope="package")
 def processes() -> Iterator[Processes]:
-    """Processes that are started quickly."""
     started = Processes()
     yield started
     started.end()

@@ -16,7 +16,6 @@ from opensora_cli.parallel.shares import AXES, MeshShape
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the group's ranks as a collective sees them."""
     assert group is not None
     ranks = [torch.empty((), dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(ranks, torch.tensor(dist.get_rank()), group=group)

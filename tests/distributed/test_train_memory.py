@@ -46,7 +46,6 @@ CASES = [
 
 
 def measured(settings: TrainSettings) -> RankMemory:
-    """Run on every rank: return what it held."""
     distribution = distribution_of(settings, device=torch.device("cpu"))
     return measure_training(settings, distribution=distribution).rank
 

@@ -143,7 +143,6 @@ def _share_bytes(distribution: Distribution) -> int:
 
 @pytest.fixture(scope="module")
 def learned(pool, tmp_path_factory):
-    """Train once by each strategy."""
     return cache(
         lambda case: pool(case.ranks).run(_learned, case, case.micro_batches, tmp_path_factory.mktemp(str(case)))
     )
@@ -151,8 +150,6 @@ def learned(pool, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """Train in one process with a number of micro-batches."""
-
     def train(micro_batches: int) -> Learned:
         alone = _learned(None, micro_batches, tmp_path_factory.mktemp("alone"))
         assert alone.evaluated[-1] < 0.96 * alone.evaluated[0]

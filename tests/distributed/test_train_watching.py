@@ -2,7 +2,6 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_frozen
@@ -52,9 +51,7 @@ def test_ranks_share_the_validation(pool):
     assert answers[0][1] == pytest.approx(validated, rel=1e-6)
 
 
-def _watched(
-    case: Case | None, weights: Path, output: Path, *, steps: int = 2, watches: bool = True
-) -> tuple[list[float], list[float]]:
+def _watched(case: Case | None, weights: Path, output: Path, steps: int = 2) -> tuple[list[float], list[float]]:
     """Return the losses of some steps and those of validations."""
     settings = tiny_training.mmdit_settings(output, weights).replace(
         {
@@ -88,9 +85,8 @@ def _watched(
     losses, validated = [], []
     for _ in range(steps):
         losses.append(trainer.do_step().figures["loss"])
-        if watches:
-            validated.append(validation.run(trainer.step, trainer)["loss"])
-            samples.run(trainer.step, trainer)
+        validated.append(validation.run(trainer.step, trainer)["loss"])
+        samples.run(trainer.step, trainer)
     trainer.batches.close()
     return losses, validated
 
@@ -126,9 +122,5 @@ def test_ranks_validate_and_sample_as_one_process(pool, case, frozen, tmp_path):
 def test_no_rank_hangs_if_videos_cannot_be_written(pool, frozen, tmp_path):
     (tmp_path / "samples").write_text("in the way of the folder")
     losses, _ = _expected(frozen, frozen / "alone")
-    for found, _ in pool(2).run(_one_step, ZERO3, frozen, tmp_path):
+    for found, _ in pool(2).run(_watched, ZERO3, frozen, tmp_path, 1):
         assert found == pytest.approx(losses[:1], rel=0, abs=1e-5)
-
-
-def _one_step(case: Case, weights: Path, output: Path) -> Any:
-    return _watched(case, weights, output, steps=1)

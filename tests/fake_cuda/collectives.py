@@ -40,8 +40,6 @@ class World:
 
 
 class Collectives:
-    """Those of one rank."""
-
     def __init__(self, world: World, log: Log, storages: Storages, queues: Queues) -> None:
         self._world, self._log, self._storages, self._queues = world, log, storages, queues
         self._works = count()
@@ -91,7 +89,6 @@ class Collectives:
         return boxed if returns == 1 else (args[0], boxed)
 
     def _tell(self, name: str, args: tuple[Any, ...], ranks: tuple[int, ...]) -> None:
-        """Hand over values that are known."""
         number, own, said = self._called[ranks], self._log.rank, self._world.said
         if name == "broadcast_":
             [tensor], root = args[0], ranks[args[2]]
@@ -121,7 +118,6 @@ class LoggedWork(Work):
         _alive.add(self)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Let the current stream wait, or the host for a collective of its own."""
         agent = self._log.thread if self._queues is None else self._queues.current.queue
         self._log.asked(Awaited, self._number, agent)
         self._tensors.clear()

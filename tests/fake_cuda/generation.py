@@ -40,8 +40,6 @@ come from the host before the first step, one after the other.
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one rank did, and what it had planned."""
-
     rank: int
     log: Log
     chain: Chain
@@ -63,8 +61,6 @@ class Turn:
 
 
 class LoggedReporter(SilentReporter):
-    """Writes the stages of a run into the log."""
-
     def __init__(self, log: Log) -> None:
         self._log = log
         self._stages: list[str] = []

@@ -32,8 +32,6 @@ _PROPAGATE = "_propagate_tensor_meta_non_cached"
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """One rank's turn."""
-
     world: World
     rank: int
     log: Log

@@ -25,8 +25,6 @@ class _Known:
 
 
 class Storages:
-    """All that are alive."""
-
     def __init__(self, log: Log) -> None:
         self._log = log
         self._known: dict[int, _Known] = {}

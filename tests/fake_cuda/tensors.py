@@ -260,7 +260,6 @@ def _needs_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 @cache
 def _places(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return position and name of the arguments that an operation writes to."""
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -12,7 +12,7 @@ from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention, why_unusable
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention import sdpa as kernels
-from opensora_cli.models.attention.torch_kernels import MATH_PARTS, math, part_kernel
+from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.settings.devices import AttentionChoice
 
 LENGTH, CUTS = 333, (200, 132, 1)
@@ -79,13 +79,6 @@ def test_parts_make_the_whole_and_its_gradients(name, dtype, only, head_dim):
     grads = gradients(kernel, gradient, q, k, v, out.to(dtype), lse, CUTS)
     for found, other in zip(grads, torch.autograd.grad(expected, exact, gradient.double()), strict=True):
         assert (found.double() - other).abs().max() < 2 * TOLERANCES[dtype]
-
-
-def test_torchs_kernel_of_parts_depends_on_dtype_and_width():
-    assert part_kernel(*_drawn(torch.bfloat16, 128)[:3]) is kernels._FLASH
-    assert part_kernel(*_drawn(torch.float32, 128)[:3]) is kernels._EFFICIENT
-    assert part_kernel(*_drawn(torch.bfloat16, 12)[:3]) is MATH_PARTS
-    assert part_kernel(*_drawn(torch.float64, 128)[:3]) is MATH_PARTS
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -104,8 +104,6 @@ BASES: tuple[Base, ...] = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """A folder with everything that the bases read."""
-
     folder: Path
 
     def putting(self, base: Base) -> Callable[[Folder], None]:

@@ -41,8 +41,6 @@ class NotPossibleError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
-
     code: int | None
     """None if a signal ended it."""
     signal: int | None

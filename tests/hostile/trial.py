@@ -48,8 +48,6 @@ class Case:
 
 @dataclass
 class Trials:
-    """Runs and judges cases."""
-
     sandbox: Sandbox
 
     def run_all(self, cases: Iterable[Case]) -> None:

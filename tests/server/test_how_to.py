@@ -21,7 +21,6 @@ DOCKERFILE = EXAMPLES / "Dockerfile"
 
 
 def block(start):
-    """Return the block of the page that begins with `start`."""
     (found,) = re.findall(rf"```\w+\n({re.escape(start)}.*?)```", PAGE, re.DOTALL)
     return found
 

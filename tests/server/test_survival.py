@@ -85,7 +85,6 @@ def test_groups_work_at_the_same_time_and_one_survives_the_end_of_another(tmp_pa
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """An empty file system of 64 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True).returncode:

@@ -85,7 +85,6 @@ def base(tmp_path_factory) -> Path:
 
 
 def merged(base: Path, folder: Path, *adapters: tuple[Path, float]) -> Path:
-    """Return a folder with the transformer and adapters merged into it."""
     for index, (adapter, scale) in enumerate(adapters):
         target = folder / f"{index}" / "transformer.safetensors"
         target.parent.mkdir(parents=True)
