@@ -158,11 +158,7 @@ class TestRanksThatOthersStart:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=os.environ
-                | step
-                | counts
-                | environment
-                | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), str(rank)),
+                env=os.environ | step | environment | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             )
             for rank in range(2)
         ]
