@@ -104,6 +104,10 @@ def test_interrupt_resume_and_overwrite(recipe, tmp_path, monkeypatch, capsys, o
     assert document["exports"] == [str(run / "vae.safetensors")]
     resumed = (run / "vae.safetensors").read_bytes()
 
+    states = run / "epoch0-global_step4" / "running_states.json"
+    states.write_text(json.dumps(json.loads(states.read_text()) | {"schema": "osora.running-states/1"}))
+    assert "this version of osora reads 'osora.running-states/2'" in osora(*recipe, "--quiet", "--resume", code=3).err
+
     assert main([*recipe, "--overwrite"]) == 0
     assert (run / "vae.safetensors").read_bytes() == resumed
     captured = capsys.readouterr()
