@@ -9,9 +9,10 @@ development environment.
 """
 
 import argparse
+import io
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -312,10 +313,34 @@ def terminal(name: str) -> Path:
 
 def server_page(name: str) -> Path:
     """Take a picture of the page of `osora serve` with Chromium, and return its path."""
+    from playwright.sync_api import sync_playwright
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    from served import Served
+
     path = ROOT / "docs" / "images" / f"{name}.png"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", "picture_of_the_page"]
-    command.append("tests/server/test_page.py")
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OSORA_SCREENSHOT": str(path)}, check=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Served(Path(folder) / "serve") as served,
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]) as browser,
+    ):
+        page = browser.new_page(viewport={"width": 1160, "height": 1000}, color_scheme="light")
+        page.goto(f"http://127.0.0.1:{served.port}/")
+        page.fill("#steps", "12")
+        for prompt in ("a red boat moving left on the sea at night", "raining, sea", "a yellow car, snowing, city"):
+            page.fill("#prompt", prompt)
+            page.fill("#seed", "7")
+            page.click("#submit")
+        page.locator("#gallery .result").nth(2).wait_for(timeout=300_000)
+        for prompt in ("a green ball rolls to the left in the desert at sunset", "a blue bird over the rainy forest"):
+            page.fill("#prompt", prompt)
+            page.fill("#steps", "200")
+            page.click("#submit")
+        page.locator("#queue .job img:visible").wait_for(timeout=300_000)
+        page.wait_for_timeout(5000)
+        shown = Image.open(io.BytesIO(page.screenshot(full_page=True)))
+    shown.convert("P", palette=Image.Palette.ADAPTIVE, colors=96).save(path, optimize=True)
     return path
 
 

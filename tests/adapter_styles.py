@@ -38,7 +38,6 @@ def dotted(
 
 
 def kohya(factors: Factors, *, prefix: str = "lora_unet_") -> dict[str, Tensor]:
-    """Return the tensors of a file with underscored paths."""
     underscored = {path.replace(".", "_"): pair for path, pair in factors.items()}
     return dotted(underscored, prefix=prefix, a="lora_down", b="lora_up")
 
@@ -100,7 +99,6 @@ STYLES: dict[str, Callable[[Factors, int], dict[str, Tensor]]] = {
 
 
 def write_styles(folder: Path, factors: Factors, *, hidden: int) -> dict[str, Path]:
-    """Write the adapter once in each style."""
     paths = {style: folder / f"{number}.safetensors" for number, style in enumerate(STYLES)}
     for style, path in paths.items():
         save_file(STYLES[style](factors, hidden), path)

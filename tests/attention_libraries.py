@@ -89,7 +89,6 @@ class Library:
 
 
 def fake_flash3(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
-    """Put FlashAttention 3 in the place of whatever there is."""
     library = Library(FLASH3, **options)
 
     def attend(given: dict[str, Any]) -> Any:
@@ -113,7 +112,6 @@ def fake_flash4(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
 
 
 def fake_xformers(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
-    """Likewise xformers."""
     name = "memory_efficient_attention"
     library = Library({name: XFORMERS}, (*HALF, torch.float32), **options)
 

@@ -20,7 +20,6 @@ def estimated(plan: Plan, offload: OffloadPlan, device_type: str = "cpu") -> dic
 
 
 def beside_weights(stage: StageMemory) -> int:
-    """Return the bytes of data and activations."""
     return stage.data_bytes + stage.activation_bytes
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face Hub on this machine, with the faults of real networks, for tests of downloading.
 
-It answers what huggingface_hub asks: model information with or without sizes, trees, and `resolve`, where large files
-are redirected to another host.
+It answers what huggingface_hub asks: model information with or without sizes, and `resolve`, where large files are
+redirected to another host.
 """
 
 import hashlib
@@ -39,8 +39,6 @@ class FakeHub:
 
     endpoint: str = ""
     repos: dict[str, FakeRepo] = field(default_factory=dict)
-    breaks: dict[str, list[int]] = field(default_factory=dict)
-    """File names to the bytes after which its next transfers break off."""
     sent_instead: dict[str, bytes] = field(default_factory=dict)
     """File names to other content than the listing promises."""
     knows_ranges: bool = True
@@ -51,30 +49,16 @@ class FakeHub:
     """Sent with the information on a repository."""
     changes: Callable[[dict[str, Any]], None] = lambda document: None
     """Done to the information on a repository before it is sent."""
-    locations: dict[str, str] = field(default_factory=dict)
-    """Names of large files to the addresses that they are redirected to."""
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Methods and paths."""
     transfers: list[tuple[str, int]] = field(default_factory=list)
     """Names of the files whose content was sent, and from which byte."""
 
-    def tree(self, repo: FakeRepo) -> list[dict[str, object]]:
-        return [
-            {
-                "type": "file",
-                "path": name,
-                "size": len(content),
-                "oid": _git_hash(content),
-                **_lfs(name, content, "oid"),
-            }
-            for name, content in repo.files.items()
-        ]
-
     def info(self, name: str, repo: FakeRepo, *, blobs: bool) -> dict[str, object]:
         siblings: list[dict[str, object]] = [{"rfilename": file} for file in repo.files]
         if blobs:
             for sibling, (file, content) in zip(siblings, repo.files.items(), strict=True):
-                sibling |= {**_blob(content, "blobId"), **_lfs(file, content, "sha256")}
+                sibling |= {"size": len(content), "blobId": _git_hash(content), **_lfs(file, content)}
         card = {"license": repo.licence} if repo.licence else {}
         document: dict[str, Any] = {
             "id": name,
@@ -90,14 +74,10 @@ class FakeHub:
         return document
 
 
-def _blob(content: bytes, key: str) -> dict[str, object]:
-    return {"size": len(content), key: _git_hash(content)}
-
-
-def _lfs(name: str, content: bytes, key: str) -> dict[str, object]:
+def _lfs(name: str, content: bytes) -> dict[str, object]:
     if not name.endswith(_LARGE):
         return {}
-    return {"lfs": {key: hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}}
+    return {"lfs": {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}}
 
 
 def _git_hash(content: bytes) -> str:
@@ -126,9 +106,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, b"<html>Please log in to this network</html>", {"Content-Type": "text/html"})
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/[^/]+)?", path):
             self._give_info(found[1], blobs="blobs" in parse_qs(url.query))
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+/?", path):
-            repo = self.hub.repos.get(found[1])
-            self._give_json(self.hub.tree(repo)) if repo else self._refuse(404, "RepoNotFound")
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._resolve(found[1], found[3])
         elif found := re.fullmatch(r"/storage/([^/]+/[^/]+)/(.+)", path):
@@ -164,8 +141,6 @@ class _Handler(BaseHTTPRequestHandler):
                 # Another host to the client, though the same server.
                 "Location": self.hub.endpoint.replace("127.0.0.1", "localhost") + quote(f"/storage/{name}/{file}"),
             }
-            if file in self.hub.locations:
-                headers["Location"] = self.hub.locations[file]
             return self._send(302, b"", headers)
         return self._give_file(file, content, {**headers, "ETag": f'"{_git_hash(content)}"'})
 
@@ -177,8 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if self.command == "GET":
             self.hub.transfers.append((name, start))
-        breaks = self.hub.breaks.get(name) if self.command == "GET" else None
-        return self._send(206 if start else 200, content[start:], headers, most=breaks.pop(0) if breaks else None)
+        return self._send(206 if start else 200, content[start:], headers)
 
     def _give_json(self, document: object, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json", **headers})
@@ -186,17 +160,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": "refused"} if code else {})
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str], *, most: int | None = None) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        self.wfile.write(body[:most])
-        if most is not None and most < len(body):
-            self.wfile.flush()
-            self.close_connection = True
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 def connect(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Files as an attacker or a broken disk would make them, for the readers of checkpoints and of data."""
 
-import datetime
-import decimal
 import io
 import pickle
 import struct
@@ -96,12 +94,10 @@ NO_OBJECTS = [*DEEP_JSON.values(), b"[]", b'"text"', b"null", b"1", b"{", b"9" *
 
 
 def change_of_file(**fields: object) -> Callable[[dict[str, Any]], None]:
-    """Return what changes the description of the files in an answer of the Hub."""
     return lambda document: [sibling.update(fields) for sibling in document["siblings"]].clear()
 
 
 def change_of_repo(**fields: object) -> Callable[[dict[str, Any]], None]:
-    """Return what changes an answer of the Hub."""
     return lambda document: document.update(fields)
 
 
@@ -165,22 +161,6 @@ def parquet_tables(columns: dict[str, list[Any]]) -> dict[str, bytes]:
         "a column twice": stored(sound.append_column("height", sound.column("height"))),
         "text that is no UTF-8": changed("text", no_utf8),
         "dates that Python has not": changed("text", pyarrow.array([2**62] * rows, pyarrow.timestamp("us"))),
-    }
-
-
-def parquet_cells(rows: int) -> dict[str, tuple[str, list[Any]]]:
-    """Return cells of wrong types, by what they are: the name of their column, and one for each row."""
-    return {
-        "sizes as text": ("height", ["tall"] * rows),
-        "sizes as lists": ("height", [[64]] * rows),
-        "sizes as structures": ("height", [{"a": 1}] * rows),
-        "sizes as dates": ("height", [datetime.datetime(2026, 1, 1)] * rows),
-        "sizes that are too large": ("height", [decimal.Decimal("9" * 38)] * rows),
-        "sizes that are no numbers": ("height", [float("nan")] * rows),
-        "sizes that are missing": ("height", [None] * rows),
-        "paths that are missing": ("path", [None] * rows),
-        "paths as lists": ("path", [["a.mp4"]] * rows),
-        "captions as structures": ("text", [{"short": "a boat"}] * rows),
     }
 
 

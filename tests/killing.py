@@ -29,20 +29,11 @@ def kill_at_every_step(
     first: int = 1,
     stride: int = 1,
 ) -> int:
-    """Run `save` in child after child, each killed (SIGKILL) at a later step, until one comes to its end.
+    """Run `save` in child after child, each killed (SIGKILL) at a later step, and return how many died.
 
     A step is a write, an fsync, a renaming, or whatever else changes the file system. Of a write half is done, of the
-    others nothing, when the process dies.
-
-    Args:
-        prepare: called before each child, to make what `save` finds.
-        save: writes something.
-        check: called after each child's death, and after the end of the last.
-        first: the first step to die at.
-        stride: how many steps to the next.
-
-    Returns:
-        How many children died.
+    others nothing, when the process dies. `prepare` makes what `save` finds, before each child; `check` is called
+    after each death, and after the end of the child that comes to its end.
     """
     deaths = 0
     while True:
@@ -70,7 +61,6 @@ def run_script(file: str, *arguments: object) -> Any:
 
 
 def tree(path: Path) -> Tree:
-    """Return all that is at `path`."""
     if path.is_dir():
         return {str(each.relative_to(path)): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}
     return path.read_bytes() if path.exists() else None

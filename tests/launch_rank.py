@@ -84,23 +84,6 @@ def all_reduce(context: RankContext) -> None:
     assert number.item() == context.world_size
 
 
-def share_weights(asked: argparse.Namespace, context: RankContext) -> None:
-    """Begin to share tensors with the other rank, and hang when the place for them is taken."""
-    import torch
-    import torch.distributed as dist
-
-    from opensora_cli.memory import host_memory
-
-    def hang(*_: object, nbytes: int) -> None:
-        (asked.mark / f"shares{context.rank}").touch()
-        time.sleep(120)
-
-    host_memory._mapped = hang  # type: ignore[assignment]
-    assert dist.group.WORLD is not None
-    with host_memory.SharedCopies(dist.group.WORLD, segment_bytes=2**20) as copies:
-        copies.hold(torch.ones(10))
-
-
 def print_ports(context: RankContext) -> None:
     """Print where the launcher and this rank listen, and who may use the file by which the ranks meet."""
     for process in (psutil.Process().parent(), psutil.Process()):
@@ -142,12 +125,8 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
         case "exit":
             print("no luck")
             os._exit(7)
-        case "wait" if stage == "start":  # as an import does
-            compute(120)
         case "wait" | "fail to save" | "hang":
             time.sleep(120)
-        case "share":
-            share_weights(asked, context)
         case "ignore":
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -155,8 +134,6 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             time.sleep(120)
         case "compute":
             compute(4)
-        case "terminal" if sys.stdout.isatty():
-            print(os.get_terminal_size(sys.stdout.fileno()).columns, "columns")
 
 
 def compute(seconds: float) -> None:

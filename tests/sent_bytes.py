@@ -23,7 +23,6 @@ class counted_bytes(DispatchMode):  # noqa: N801  # read as a function
 
 
 def _sent(name, args):
-    """Return the bytes of an operator, whose arguments are those of torch/csrc/distributed/c10d/Ops.cpp."""
     match name:
         case "allreduce_":
             group = _group(args[1])

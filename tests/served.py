@@ -71,7 +71,6 @@ class Served:
         return psutil.Process(self.process.pid).children()
 
     def request(self, method, path, body=None, **headers):
-        """Return status, headers and body of an answer."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, method=method)
         for name, value in {"content-type": "application/json", **headers}.items():
@@ -83,13 +82,11 @@ class Served:
             return error.code, error.headers, error.read()
 
     def call(self, method, path, body=None, **headers):
-        """Return the JSON of an answer without an error."""
         status, _, text = self.request(method, path, body, **headers)
         assert status == 200, text
         return json.loads(text)
 
     def error(self, method, path, body=None, **headers):
-        """Return status and error of an answer."""
         status, _, text = self.request(method, path, body, **headers)
         return status, json.loads(text)["error"]
 
@@ -105,7 +102,6 @@ class Served:
         return video_id
 
     def until(self, video_id, condition):
-        """Wait until a video meets a condition, and return it."""
         limit = time.monotonic() + LONG_S
         while time.monotonic() < limit:
             video = self.call("GET", f"/v1/videos/{video_id}")

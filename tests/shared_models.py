@@ -27,11 +27,9 @@ class Scheme:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
         return self.ring * self.ulysses * self.tensor
 
     def mesh(self) -> ParallelMesh:
-        """Return the mesh of this process."""
         return mesh_of(ring=self.ring, ulysses=self.ulysses, tensor=self.tensor)
 
 
@@ -42,7 +40,6 @@ def plan_without_estimate(settings: GenerateSettings) -> planning.Plan:
 
 
 def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
-    """Keep this rank's share of the blocks of a transformer."""
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
             shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)

@@ -18,7 +18,6 @@ from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLength
 
 
 def mesh_of(*, ring: int = 1, ulysses: int = 1, tensor: int = 1, device_type: str = "cpu") -> ParallelMesh:
-    """Return the mesh of a shape."""
     return ParallelMesh(MeshShape(ring=ring, ulysses=ulysses, tensor=tensor), device_type=device_type)
 
 

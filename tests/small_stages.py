@@ -6,7 +6,6 @@ from opensora_cli.settings.devices import OffloadMode
 
 
 def small_stages(plan: Plan, offload: OffloadPlan) -> tuple[StageMemory, ...]:
-    """Stand in for `estimate_generation`."""
     kept = ((AUTOENCODER, 1),) if offload.mode is OffloadMode.NONE else ()
     stages = {name: StageMemory(name, weight_bytes=1, data_bytes=1) for name in (TEXT, ENCODE, DENOISE, DECODE)}
     stages[DENOISE] = StageMemory(DENOISE, weight_bytes=1 + len(kept), data_bytes=1, kept=kept)

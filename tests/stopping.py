@@ -26,7 +26,6 @@ def stop_after(monkeypatch, steps):
 
 
 def stopped(settings, steps):
-    """Return the words of a run that is stopped after so many steps."""
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, steps)
         with pytest.raises(KeyboardInterrupt) as caught:
@@ -45,6 +44,5 @@ def continuing(latents, reporter, *, key="resume", **overrides):
 
 
 def continued(latents, reporter=None, **options):
-    """Return the result of a run that continues from saved latents."""
     reporter = reporter or SilentReporter()
     return generate(continuing(latents, reporter, **options), reporter=reporter)

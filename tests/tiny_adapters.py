@@ -27,12 +27,10 @@ CONFIG = {
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return normally distributed numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def factors(module: str, rows: int, columns: int, *, rank: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """Return the two tensors of an adapter for a linear layer."""
     prefix = f"base_model.model.{module}"
     return {
         f"{prefix}.lora_A.weight": draw(rank, columns, seed=seed),
@@ -41,7 +39,6 @@ def factors(module: str, rows: int, columns: int, *, rank: int = 2, seed: int = 
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path:
-    """Write an adapter into a folder, and return that."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

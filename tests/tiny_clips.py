@@ -39,7 +39,6 @@ def write_rows(path: Path, rows: Sequence[Sequence[object]], *, columns: Sequenc
 
 
 def clip_table(folder: Path, *, clips: int = 6, pictures: int = 4, num_frames: int = 13) -> Path:
-    """Write videos and pictures of 64 x 64 pixels and their table."""
     rows: list[list[object]] = []
     for index in range(clips):
         write_clip(folder / f"clip_{index}.mp4", num_frames=num_frames)

@@ -31,13 +31,11 @@ class Case:
     degrees: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        """Return a name for a test."""
         shared = (f"{name.removesuffix('_degree')}{degree}" for name, degree in self.degrees)
         return "-".join((self.strategy, str(self.ranks), *shared))
 
     @property
     def parallel(self) -> TrainParallelSettings:
-        """Settings of the section `parallel`."""
         return TrainParallelSettings.model_validate({"gpus": self.ranks, **dict(self.degrees)})
 
     @property
@@ -48,7 +46,6 @@ class Case:
     def open(
         self, dtype: torch.dtype | None = None, device: str = "cpu", *, offload_states: bool = False
     ) -> Distribution:
-        """Return the distribution of this process."""
         strategy = Strategy(self.strategy)
         mesh = ParallelMesh(mesh_shape(strategy, self.parallel), device_type=device)
         use_mesh(mesh)
@@ -62,7 +59,6 @@ def cases(fast: Iterable[Case], slow: Iterable[Case] = ()) -> pytest.MarkDecorat
 
 
 def open_case(case: Case | None) -> Distribution:
-    """Return the distribution of a case, or of one process."""
     return case.open() if case else Distribution(torch.device("cpu"))
 
 
@@ -142,6 +138,5 @@ class Learned:
 
 
 def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    """Assert that tensors have the same names and nearly the same values."""
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if (ours[name] - theirs[name]).abs().max() > tolerance] == []

@@ -52,7 +52,6 @@ def buckets(num_frames: int = 13, *, batch_size: int = 2, size: int = 32) -> dic
 
 
 def table_of(count: int, folder: Path) -> str:
-    """Write a table of the first `count` clips to a folder."""
     head, *rows = Path(TABLE).read_text(encoding="utf-8").splitlines()
     path = folder / f"{count}_clips.csv"
     path.write_text("\n".join([head, *(f"{Path(TABLE).parent}/{row}" for row in rows[:count])]), encoding="utf-8")
@@ -119,12 +118,10 @@ def demo_settings(config: str, output: Path, **changes: object) -> TrainSettings
 
 
 def log(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log."""
     return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def losses(run: Path) -> list[float]:
-    """Return the losses of a run's steps."""
     return [line["loss"] for line in log(run) if "event" not in line]
 
 

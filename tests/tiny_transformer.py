@@ -66,7 +66,6 @@ def inputs(model: MMDiT, *, batch: int = 2, tokens: int = 12, text: int = 5, see
 
 
 def loss_of(model: nn.Module, arguments: dict[str, Tensor]) -> Tensor:
-    """Return a scalar that depends on every weight."""
     latents, *_ = arguments.values()
     others = {name: value for name, value in arguments.items() if name != "packed_latents_BND"}
     velocity: Tensor = model(latents, **others)

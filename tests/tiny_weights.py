@@ -34,12 +34,10 @@ def awkward_state() -> dict[str, Tensor]:
 
 
 def held(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
-    """Return tensors as entries that are in memory."""
     return {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
 
 
 def read(entries: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Read all entries as a whole."""
     return {name: entry.read() for name, entry in entries.items()}
 
 
@@ -79,6 +77,5 @@ def write_holes(
 
 
 def converted(source: Path, target: Path, **options: object) -> Path:
-    """Convert, and return what was written."""
     convert(ConvertSettings.model_validate({"source": str(source), "target": str(target), **options}))
     return target

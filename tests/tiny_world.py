@@ -231,7 +231,6 @@ def moving_frames(count: int, *, height: int = 24, width: int = 40) -> torch.Ten
 
 
 def names(folder: Path) -> list[str]:
-    """Return the sorted names in a folder; none if there is no folder."""
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -267,7 +266,6 @@ def save_weights(
 
 
 def save_t5(folder: Path) -> None:
-    """Write a tiny T5 encoder with a vocabulary of `WORDS`."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "feed_forward_proj": "gated-gelu"}
     save_tokenizer(folder, "$A </s>", model_type="t5", **sizes)
     torch.manual_seed(0)
@@ -275,7 +273,6 @@ def save_t5(folder: Path) -> None:
 
 
 def save_clip(folder: Path) -> None:
-    """Write a tiny CLIP text tower with a vocabulary of `WORDS`."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"max_position_embeddings": MAX_LENGTH, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3}
     save_tokenizer(folder, "<s> $A </s>", model_type="clip_text_model", **sizes)

@@ -108,8 +108,6 @@ class ToyTask(Task):
 
 
 class Listener(SilentReporter):
-    """Remembers what is said."""
-
     def __init__(self) -> None:
         self.warnings: list[str] = []
         self.notes: list[str] = []

@@ -1,7 +1,6 @@
 """The command line is tested without torch and without weights."""
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +13,7 @@ from opensora_cli.engine.generate import request as generate_request
 
 
 @pytest.fixture
-def osora(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def osora(capsys):
     """Run a command line, which must end with an exit code, and return what it prints: `out` and `err`."""
 
     def run(*words: str, code: int = 0) -> Any:
@@ -25,7 +24,7 @@ def osora(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(capsys):
     """Run a command line, and return its exit code, stdout and stderr."""
 
     def call(*words: object) -> tuple[int, str, str]:
@@ -37,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+def engine(monkeypatch):
     fake = FakeEngine()
     for package, name, attribute, replacement in (
         (opensora_cli.engine.generate, "run", "generate", fake.generate),
@@ -54,11 +53,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 
 @pytest.fixture(autouse=True)
-def _no_osora_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_osora_environment(monkeypatch):
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
 
 
 @pytest.fixture
-def every_stage_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_stage_takes_time(monkeypatch):
     """Have stages of tiny models and files printed, which take no time that would be shown."""
     monkeypatch.setattr("opensora_cli.core.progress.NO_TIME", "")

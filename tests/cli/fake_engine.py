@@ -1,6 +1,6 @@
 """A fake engine: the command line is tested without torch and without weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,16 +9,12 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.ranks import RankContext
 from opensora_cli.models.registry import AUTO, DEMO
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.hardware import PlannedMachine
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+from opensora_cli.settings.load import load_generate_settings
 
 
 class FakeResult(Document):
-    """A plan or a result."""
-
     SCHEMA = "fake/1"
 
     settings: GenerateSettings
@@ -43,29 +39,17 @@ class FakeEngine:
     shortage: HardwareError | None = None
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
-    def generate(
-        self, settings: GenerateSettings, *, reporter: Reporter, context: RankContext | None, rank_flags: Sequence[str]
-    ) -> FakeResult:
+    def generate(self, settings, *, reporter, context, rank_flags):
         return self._run(settings, reporter)
 
-    def plan_generation(
-        self, settings: GenerateSettings, *, reporter: Reporter, on: PlannedMachine | None, context: RankContext | None
-    ) -> FakeResult:
+    def plan_generation(self, settings, *, reporter, on, context):
         self.planned = True
         return self._run(settings, reporter)
 
-    def resolve(
-        self,
-        request: GenerateRequest,
-        *,
-        reporter: Reporter,
-        context: RankContext | None = None,
-        loading: object = None,
-    ) -> GenerateSettings:
+    def resolve(self, request, *, reporter, context=None, loading=None):
         return load_generate_settings(request, model=DEMO if request.model == AUTO else request.model)
 
-    def _run(self, settings: GenerateSettings, reporter: Reporter) -> FakeResult:
-        self.settings = settings
-        self.reporter = reporter
+    def _run(self, settings, reporter):
+        self.settings, self.reporter = settings, reporter
         self.while_running(reporter)
-        return FakeResult(settings=self.settings, shortage=self.shortage)
+        return FakeResult(settings=settings, shortage=self.shortage)

@@ -4,14 +4,14 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny_training
 import torch
 import yaml
-from fake_hub import FakeHub, FakeRepo, connect, serving
+from fake_hub import FakeRepo, connect, serving
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder(tmp_path, monkeypatch):
     """Every test has these files in its working directory."""
     monkeypatch.chdir(tmp_path)
     save_file({"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(2)}, "good.safetensors")
@@ -32,7 +32,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("every_stage_takes_time")
 @pytest.mark.parametrize("command", [["ckpt", "convert"], ["convert-ckpt"]], ids=" ".join)
-def test_both_names_of_convert(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_names_of_convert(command, capsys):
     assert main([*command, "good.safetensors", "new.pt", "--dtype", "bf16"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "new.pt\n"
@@ -47,14 +47,14 @@ def test_both_names_of_convert(command: list[str], capsys: pytest.CaptureFixture
     assert re.fullmatch(r"write: 16 bytes, [\d.]+ s", lines[4])
 
 
-def test_dry_run(run) -> None:
+def test_dry_run(run):
     code, out, _ = run("ckpt", "convert", "good.safetensors", "new", "--dry-run")
     assert (code, out.splitlines()[1]) == (0, "target  new (safetensors-shards)")
     assert not Path("new").exists()
     assert run("ckpt", "convert", "good.safetensors", "file", "--format", "torch", "--dry-run")[0] == 3
 
 
-def test_inspect(run) -> None:
+def test_inspect(run):
     code, out, err = run("ckpt", "inspect", "good.safetensors")
     assert (code, err) == (0, "")
     summary = out.splitlines()
@@ -68,7 +68,7 @@ def test_inspect(run) -> None:
     ]
 
 
-def test_verify(run) -> None:
+def test_verify(run):
     assert run("ckpt", "verify", "good.safetensors", "--quiet")[0] == 0
     code, out, err = run("ckpt", "verify", "good.safetensors", "--preset", "flux1-dev", "-q")
     assert (code, err) == (3, "error: good.safetensors has 2 problems\n")
@@ -78,7 +78,7 @@ def test_verify(run) -> None:
     assert (code, json.loads(out)["sound"]) == (3, False)
 
 
-def test_merge_lora_and_back(run) -> None:
+def test_merge_lora_and_back(run):
     Path("adapter").mkdir()
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
     Path("adapter", "adapter_config.json").write_text(json.dumps(config))
@@ -89,6 +89,8 @@ def test_merge_lora_and_back(run) -> None:
     code, out, err = run("ckpt", "merge-lora", "good.safetensors", "adapter", "new.safetensors", "-q")
     assert (code, out, err) == (0, "new.safetensors\n", "")
     assert load_file("new.safetensors")["a.weight"].tolist() == [[6, 1, -4], [4, 4, 4]]
+    with safe_open("new.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["osora.options"]) == {"adapter": "adapter", "scale": 1.0}
     undo = ("merge-lora", "new.safetensors", "adapter", "back.pt", "--scale", "-1", "--json", "-q")
     code, out, _ = run("ckpt", *undo)
     assert (code, json.loads(out)["schema"]) == (0, "osora.ckpt.merge-lora/3")
@@ -96,7 +98,7 @@ def test_merge_lora_and_back(run) -> None:
 
 
 @pytest.mark.parametrize("target", ["new.safetensors", "new"])
-def test_ctrl_c_leaves_nothing(target: str, monkeypatch: pytest.MonkeyPatch, run) -> None:
+def test_ctrl_c_leaves_nothing(target, monkeypatch, run):
     Path("old").mkdir()
     before = sorted(os.listdir())
     write_all = lazy.write_all
@@ -112,7 +114,7 @@ def test_ctrl_c_leaves_nothing(target: str, monkeypatch: pytest.MonkeyPatch, run
 
 
 @pytest.fixture
-def hub() -> Iterator[FakeHub]:
+def hub():
     files = {"Open_Sora_v2.safetensors": b"weights", "hunyuan_vae.safetensors": b"vae"}
     files |= {f"{folder}/config.json": b"{}" for folder in ("google/t5-v1_1-xxl", "openai/clip-vit-large-patch14")}
     with serving() as server:
@@ -120,7 +122,7 @@ def hub() -> Iterator[FakeHub]:
         yield server
 
 
-def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, run) -> None:
+def test_download(hub, monkeypatch, run):
     connect(hub, monkeypatch)
     code, out, _ = run("ckpt", "download", "open-sora-v2", "--dry-run", "--json")
     assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/3", [])
@@ -132,7 +134,7 @@ def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, run) -> None:
 
 
 @pytest.mark.slow
-def test_train_convert_generate(capsys: pytest.CaptureFixture[str], run) -> None:
+def test_train_convert_generate(capsys, run):
     """With the demo's own sizes: what a training leaves becomes what generating reads, and no option tells it how."""
     demo = ROOT / "opensora_cli" / "assets" / "demo"
     sizes = load_preset("demo", prompt="any").model_dump(mode="json", include={"model", "vae"})

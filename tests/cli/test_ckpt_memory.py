@@ -41,7 +41,6 @@ sys.exit("there is no limit")
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Square matrices, more of them than fit."""
     write_holes(tmp_path / "large.safetensors", {f"layers.{index}.weight": [SIDE, SIDE] for index in range(TENSORS)})
     return tmp_path / "large.safetensors"
 

@@ -25,7 +25,6 @@ SECRETS = {
 
 @pytest.fixture(autouse=True)
 def _a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the outside counts."""
     monkeypatch.chdir(tmp_path)
     for name in filter(is_relevant, list(os.environ)):
         monkeypatch.delenv(name)

@@ -20,7 +20,7 @@ def settings_of(engine: FakeEngine, *args: str) -> GenerateSettings:
     return engine.settings
 
 
-def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
+def test_prompt_alone_is_the_demo_preset(engine):
     assert settings_of(engine, "raining, sea") == load_preset("demo", prompt="raining, sea")
 
 
@@ -36,12 +36,12 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--set", "model.depth=1", "--set", "files.vae=a=b.pt"], {"model.depth": 1, "files.vae": "a=b.pt"}),
     ],
 )
-def test_option_reaches_its_setting(engine: FakeEngine, args: list[str], changes: dict[str, object]) -> None:
+def test_option_reaches_its_setting(engine, args, changes):
     plain = settings_of(engine, "x", *RELEASED)
     assert settings_of(engine, "x", *RELEASED, *args) == plain.replace(changes)
 
 
-def test_a_preset_is_chosen_by_name(engine: FakeEngine) -> None:
+def test_a_preset_is_chosen_by_name(engine):
     expected = load_preset("768px", prompt="sea")
     assert settings_of(engine, "sea", "--config", "768px") == expected
     assert settings_of(engine, "sea", "--preset", "768px", "--res", "256px") == load_preset("256px", prompt="sea")
@@ -56,15 +56,15 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     "prompt", ["a 'quoted' \"sea\"", "line\nbreak", "海と雨 🌧️", "word " * 1000, "50% {braces} [brackets] $HOME ;", "-"]
 )
-def test_any_prompt_arrives_as_it_is(engine: FakeEngine, prompt: str) -> None:
+def test_any_prompt_arrives_as_it_is(engine, prompt):
     assert settings_of(engine, prompt).prompt == prompt
 
 
-def test_prompt_that_looks_like_an_option(engine: FakeEngine) -> None:
+def test_prompt_that_looks_like_an_option(engine):
     assert settings_of(engine, "--seed", "3", "--", "--a sea--").prompt == "--a sea--"
 
 
-def test_data_goes_to_stdout_and_notes_to_stderr(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_goes_to_stdout_and_notes_to_stderr(engine, capsys):
     def chatter(reporter: Reporter) -> None:
         reporter.note("a note")
         reporter.warn("a warning")
@@ -84,9 +84,7 @@ def test_data_goes_to_stdout_and_notes_to_stderr(engine: FakeEngine, capsys: pyt
     assert capsys.readouterr().err.startswith("error: prompt is empty")
 
 
-def test_dry_run_only_plans_and_prints_a_plan_that_does_not_fit(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_only_plans_and_prints_a_plan_that_does_not_fit(engine, capsys):
     assert main(["generate", "x"]) == 0
     assert not engine.planned
     engine.shortage = HardwareError("weights and latents need 40 GiB", hint="use --model demo")
@@ -98,6 +96,6 @@ def test_dry_run_only_plans_and_prints_a_plan_that_does_not_fit(
     assert captured.err == "error: weights and latents need 40 GiB\n       use --model demo\n"
 
 
-def test_exploring_is_samples_that_stop_early(engine: FakeEngine) -> None:
+def test_exploring_is_samples_that_stop_early(engine):
     settings = settings_of(engine, "raining, sea", "--explore", "6", "--explore-steps", "8")
     assert (settings.output.explore, settings.sampling.num_samples, settings.sampling.stop_at) == (True, 6, 8)

@@ -29,7 +29,7 @@ SHORT = ["generate", "raining, sea", "--seed", "7", "--device", "cpu", *SMALL]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -54,9 +54,7 @@ def frames(folder: str) -> np.ndarray:
     ],
     ids=["tiles", "picture first", "extended", "draft"],
 )
-def test_two_processes_make_what_one_makes(
-    flags: list[str], more: list[str], devices: str, counts: dict[str, int]
-) -> None:
+def test_two_processes_make_what_one_makes(flags, more, devices, counts):
     short = [*SHORT, *flags, "--format", "png"]
     command = [sys.executable, "-m", "opensora_cli", *short, "--gpus", "2", *more, "--out", "two.png", "--json", "-v"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -77,7 +75,7 @@ def test_two_processes_make_what_one_makes(
 
 
 @pytest.mark.slow
-def test_two_processes_make_rows_of_their_own() -> None:
+def test_two_processes_make_rows_of_their_own():
     Path("p.csv").write_text("prompt,seed,num_frames\nsea,1,1\ndesert,2,1\nsea,3,1\nsea,4,x\nsnow,5,1\n")
     rows = ["generate", "--prompts", "p.csv", "--device", "cpu", "--steps", "1", "--threads", "1"]
     command = [sys.executable, "-m", "opensora_cli", *rows, "--gpus", "2", "--json"]
@@ -97,7 +95,7 @@ def test_two_processes_make_rows_of_their_own() -> None:
     assert json.loads(again.stdout)["kept"] == 4
 
 
-def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch):
     started = []
 
     def launch(request: LaunchRequest, command: list[str]) -> None:
@@ -113,9 +111,7 @@ def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch: pytest.Monk
     assert (settings["prompt"], settings["sampling"]["num_inference_steps"]) == ("raining, sea", 3)
 
 
-def test_a_result_that_exists_starts_no_ranks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_that_exists_starts_no_ranks(capsys, monkeypatch):
     one = [*SHORT, "--steps", "1", "--out", "a.png", "--num-frames", "1", "--quiet"]
     assert main(one) == 0
     monkeypatch.setattr(
@@ -130,7 +126,7 @@ def test_a_result_that_exists_starts_no_ranks(
 
 class TestRanksThatOthersStart:
     @pytest.mark.slow
-    def test_slurm(self) -> None:
+    def test_slurm(self):
         outs, errs, codes = self.slurm("--steps", "2", "--format", "png", "--out", "two.png", "-v")
         assert codes == [0, 0], errs
         assert outs == ["two\n", ""]
@@ -139,7 +135,7 @@ class TestRanksThatOthersStart:
         assert np.abs(frames("one") - frames("two")).max() <= 1
 
     @pytest.mark.slow
-    def test_one_killed_under_slurm(self) -> None:
+    def test_one_killed_under_slurm(self):
         """No launcher watches them: the other finds its connection closed, and says where it was."""
         act_in_stage(Path.cwd(), rank=1, stage="denoise", act=KILL)
         path = os.pathsep.join([str(Path.cwd()), str(Path(opensora_cli.__file__).parent.parent)])
@@ -155,21 +151,14 @@ class TestRanksThatOthersStart:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
-        counts = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+        step |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "opensora_cli", *SHORT, *flags],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={
-                    **os.environ,
-                    **step,
-                    **counts,
-                    **environment,
-                    "SLURM_PROCID": str(rank),
-                    "SLURM_LOCALID": str(rank),
-                },
+                env=os.environ | step | environment | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             )
             for rank in range(2)
         ]
@@ -178,9 +167,7 @@ class TestRanksThatOthersStart:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_dry_run_plans_for_gpus_that_are_not_here(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_plans_for_gpus_that_are_not_here(capsys, monkeypatch):
     command = ["generate", "raining, sea", "--gpus", "2", "--num-frames", "1", "--dry-run"]
     assert main(command) == 0
     out, err = capsys.readouterr()
@@ -201,9 +188,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(
     assert "memory.limit allows 1.00 MiB" in capsys.readouterr().err
 
 
-def test_ranks_that_were_started_are_as_many_as_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_were_started_are_as_many_as_asked_for(monkeypatch, capsys):
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -55,7 +55,6 @@ def again_with(world: World, sidecar: str, *more: str | Path) -> int:
 
 
 def started(command: list[str]) -> subprocess.Popen[str]:
-    """Start osora in a process."""
     program = "import sys; from opensora_cli.cli.app import main; sys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-c", program, *command],

@@ -135,7 +135,6 @@ def test_needs_of_presets_are_those_of_their_plans(name: str) -> None:
 
 
 def commands() -> dict[str, object]:
-    """Return every command and group by its words."""
     found, waiting = {}, [("", load_commands())]
     while waiting:
         words, command = waiting.pop()
@@ -149,8 +148,6 @@ COMMANDS = commands()
 
 @pytest.fixture
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Return the lines of a command's help, as wide as asked for."""
-
     def run(words: str, *, columns: int = 80, option: str = "--help") -> list[str]:
         monkeypatch.setenv("COLUMNS", str(columns))
         assert main([*words.split(), option]) == 0

@@ -21,16 +21,14 @@ from opensora_cli.cli.app import main
         ["train", "--config", "demo_lora", "--device", "caf\udce9"],
     ],
 )
-def test_words_that_are_not_unicode_are_refused(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_not_unicode_are_refused(line, capsys):
     assert main(line) == 2
     err = capsys.readouterr().err
     assert " must be valid Unicode text" in err
     assert len(err.splitlines()) == 1
 
 
-def test_a_scan_names_a_folder_that_it_may_not_enter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_scan_names_a_folder_that_it_may_not_enter(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("open/closed").mkdir(parents=True)
     Image.new("RGB", (64, 64)).save("open/a.png")
@@ -47,9 +45,7 @@ def test_a_scan_names_a_folder_that_it_may_not_enter(
     assert Path("open/table.csv").read_text().count("\n") == 2
 
 
-def test_names_of_a_hub_that_lie_elsewhere_and_texts_for_the_terminal_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_a_hub_that_lie_elsewhere_and_texts_for_the_terminal_are_dropped(tmp_path, monkeypatch, capsys):
     t5, clip = "google/t5-v1_1-xxl", "openai/clip-vit-large-patch14"
     sound = ["Open_Sora_v2.safetensors", "hunyuan_vae.safetensors"]
     sound += [f"{folder}/{name}" for folder in (t5, clip) for name in ("config.json", "model.safetensors")]

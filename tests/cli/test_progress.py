@@ -13,8 +13,6 @@ from opensora_cli.core.progress import ConsoleReporter
 
 
 class Clock:
-    """A clock that advances only when asked."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -27,7 +25,7 @@ def lines(clock: Clock | None = None, every_s: float = 10.0) -> ConsoleReporter:
 
 
 @pytest.fixture
-def text() -> io.StringIO:
+def text():
     return io.StringIO()
 
 
@@ -37,9 +35,7 @@ def bars(text: io.StringIO, clock: Clock | None = None, *, width: int = 120) -> 
 
 
 @pytest.mark.parametrize(("on_ranks", "printed"), [(False, "a note\n"), (True, "")])
-def test_only_commands_that_run_on_ranks_are_silent_on_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_ranks: bool, printed: str
-) -> None:
+def test_only_commands_that_run_on_ranks_are_silent_on_the_others(monkeypatch, capsys, on_ranks, printed):
     rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
@@ -47,7 +43,7 @@ def test_only_commands_that_run_on_ranks_are_silent_on_the_others(
     assert capsys.readouterr().err == printed
 
 
-def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_few(capsys):
     clock = Clock()
     with lines(clock, 5).stage("denoise", total=20, unit="steps") as stage:
         for _ in range(20):
@@ -61,7 +57,7 @@ def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_bytes_are_shown_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_are_shown_as_sizes(capsys):
     clock = Clock()
     with lines(clock, 1).stage("write", total=24_000_000_000, unit="bytes") as stage:
         for amount in (800_000_000, 2_400_000_000, 20_800_000_000):
@@ -80,9 +76,7 @@ def test_bytes_are_shown_as_sizes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("has_bars", [False, True])
-def test_a_stage_that_takes_no_time_or_fails_leaves_no_line(
-    has_bars: bool, text: io.StringIO, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_that_takes_no_time_or_fails_leaves_no_line(has_bars, text, capsys):
     clock = Clock()
     reporter = ConsoleReporter(Console(file=text) if has_bars else None, has_bars=has_bars, clock=clock)
 
@@ -104,7 +98,7 @@ def test_a_stage_that_takes_no_time_or_fails_leaves_no_line(
     assert [line for line in printed.splitlines() if line.strip()] == ["text: 0.1 s", "warning: odd"]
 
 
-def test_bars_on_a_terminal(text: io.StringIO) -> None:
+def test_bars_on_a_terminal(text):
     clock = Clock()
     reporter = bars(text, clock)
     with reporter.stage("denoise", total=3, unit="steps") as outer:
@@ -120,9 +114,7 @@ def test_bars_on_a_terminal(text: io.StringIO) -> None:
     assert "denoise: 2 steps, 1.0 s" in shown
 
 
-def test_the_first_line_on_a_terminal_comes_before_torch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_line_on_a_terminal_comes_before_torch(monkeypatch, capsys):
     for is_terminal, module, printed in ((False, None, ""), (True, None, "loading torch ...\n"), (True, sys, "")):
         monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
         with monkeypatch.context() as patch:
@@ -134,7 +126,7 @@ def test_the_first_line_on_a_terminal_comes_before_torch(
         assert capsys.readouterr().err == printed
 
 
-def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_text_steers_a_terminal(text, capsys):
     output.print_lines(["a\x1b[2J\nb", "c"])
     output.print_failure(RequestError("a\x1b[2J\rb\nc", hint="d\x9b\ne"))
     lines().warn("a\x1b\nb")
@@ -148,7 +140,7 @@ def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixt
     assert "\x1b]0" not in text.getvalue()
 
 
-def test_a_brief_reporter_leaves_out_stages_and_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_brief_reporter_leaves_out_stages_and_details(capsys):
     clock = Clock()
     reporter = ConsoleReporter(has_bars=False, is_brief=True, every_s=5, clock=clock)
     for line in ("model: demo", "threads: 3 (as set)", "attention: sdpa", "continue with: osora"):

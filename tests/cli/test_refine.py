@@ -1,13 +1,13 @@
 """`osora generate --refine`: from the server's answer to the file, its sidecar, and the same file again."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_server import KEY, ChatStub, serving
-from tiny_world import World, released_overrides
+from tiny_world import released_overrides
 
 from opensora_cli.cli import app
 from opensora_cli.engine.generate import refinement, run
@@ -18,14 +18,14 @@ Osora = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+def start(monkeypatch, tmp_path):
     monkeypatch.setattr(refinement, "sleep", lambda _: None)
     with serving(monkeypatch, tmp_path / "cache") as start:
         yield start
 
 
 @pytest.fixture
-def osora(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Osora:
+def osora(world, tmp_path, capsys):
     """Run a shrunken `osora generate`; returns exit code, stdout and stderr."""
 
     def call(*more: str) -> tuple[int, str, str]:
@@ -44,9 +44,7 @@ def sidecar(path: Path) -> dict[str, Any]:
     return document
 
 
-def test_both_prompts_are_kept_and_the_same_file_is_made_again_without_asking(
-    start: Start, osora: Osora, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_prompts_are_kept_and_the_same_file_is_made_again_without_asking(start, osora, tmp_path, capsys):
     stub = start("raining, a grey sea under clouds", "9")
     request = "raining, sea", "--seed", "3", "--refine", "--motion-score", "auto"
     code, stdout, stderr = osora(*request)
@@ -74,7 +72,7 @@ def test_both_prompts_are_kept_and_the_same_file_is_made_again_without_asking(
     capsys.readouterr()
 
 
-def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_asks_once_for_all_ranks(start, osora, monkeypatch):
     stub, started = start("raining, a grey sea"), []
     monkeypatch.setattr(run, "start_ranks", lambda settings, *_: started.append(settings))
     assert osora("raining, sea", "--refine", "--gpus", "2", "--device", "cpu")[0] == 0

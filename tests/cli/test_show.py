@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cli.fake_engine import FakeEngine
 from safetensors.torch import save_file
 
 from opensora_cli.cli.app import main
@@ -32,7 +31,7 @@ SIDECAR = {
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A current folder with a file of each kind."""
     monkeypatch.chdir(tmp_path)
     frames_THWC = torch.zeros(2, 16, 16, 3, dtype=torch.uint8)
@@ -60,7 +59,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["with.mp4", "with.mp4.json"])
-def test_a_result_and_its_sidecar(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_and_its_sidecar(name, capsys):
     kind = "sidecar" if name.endswith(".json") else "result"
     assert shown(capsys, name).splitlines() == [
         f"file      {name} ({kind})",
@@ -79,13 +78,13 @@ def test_a_result_and_its_sidecar(name: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("name", "kind"), [("state", "state"), ("done", "latents")])
-def test_latents(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latents(name, kind, capsys):
     document = json.loads(shown(capsys, f"{name}.latents.safetensors", "--json"))
     assert (document["kind"], document["prompt"], document["seed"]) == (kind, "sea", 7)
 
 
 @pytest.mark.parametrize("name", ["run", "run/model.safetensors"])
-def test_weights_and_the_run_that_wrote_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_and_the_run_that_wrote_them(name, capsys):
     out = shown(capsys, name)
     assert "parameters  6" in out
     assert "setting   loop.steps=4" in out
@@ -100,12 +99,12 @@ def test_weights_and_the_run_that_wrote_them(name: str, capsys: pytest.CaptureFi
         ("b.safetensors", b"short", "b.safetensors"),
     ],
 )
-def test_broken_files(name: str, content: bytes, message: str, osora) -> None:
+def test_broken_files(name, content, message, osora):
     Path(name).write_bytes(content)
     assert message in osora("show", name, code=3).err
 
 
-def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:
+def test_from_recognizes_a_result_by_its_sidecar(engine):
     for name in ("with.mp4", "with.mp4.json", "frames", "frames/"):
         assert main(["generate", "--from", name]) == 0
         assert engine.settings is not None
@@ -113,7 +112,7 @@ def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), [("state", "resume"), ("done", "from_latents")])
-def test_from_recognizes_latents(name: str, key: str, engine: FakeEngine) -> None:
+def test_from_recognizes_latents(name, key, engine):
     file = f"{name}.latents.safetensors"
     prompt = ["sea"] if key == "resume" else []
     assert main(["generate", *prompt, "--from", file]) == 0

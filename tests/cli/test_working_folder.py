@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ RANKS = ["--gpus", "2", *CPU]
 
 
 @pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def planted(tmp_path, monkeypatch):
     """Return a file that modules of the working folder write to when they are imported."""
     ran = tmp_path / "ran"
     folder = tmp_path / "working"
@@ -35,9 +34,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["generate", "env-check"],
 )
-def test_no_code_of_the_working_folder_runs(
-    arguments: list[str], environment: dict[str, str], planted: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_code_of_the_working_folder_runs(arguments, environment, planted, tmp_path_factory):
     script = tmp_path_factory.mktemp("bin") / "osora"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), *arguments]
@@ -48,7 +45,7 @@ def test_no_code_of_the_working_folder_runs(
 
 
 @pytest.mark.parametrize("arguments", [["generate", "sea", "--dry-run"], ["env-check"]])
-def test_a_deleted_working_folder_is_named(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_deleted_working_folder_is_named(tmp_path, arguments):
     gone = tmp_path / "gone"
     gone.mkdir()
     code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})\n{SCRIPT}"

@@ -69,7 +69,7 @@ def run(seed: int) -> dict[str, object]:
 
 class TestCheckpointIO:
     @pytest.mark.parametrize("by_position", [True, False])
-    def test_a_run_comes_back(self, tmp_path: Path, by_position: bool):
+    def test_a_run_comes_back(self, tmp_path, by_position):
         io, saved, other = CheckpointIO(n_write_entries=32), run(3), run(1)
         shapes = record_model_param_shape(saved["ema"])
         expected = copy.deepcopy(saved["ema"])
@@ -91,7 +91,7 @@ class TestCheckpointIO:
             each["lr_scheduler"].step()
         assert other["optimizer"].param_groups[0]["lr"] == saved["optimizer"].param_groups[0]["lr"]
 
-    def test_with_lora_the_adapter_is_saved_as_peft_reads_it(self, tmp_path: Path):
+    def test_with_lora_the_adapter_is_saved_as_peft_reads_it(self, tmp_path):
         peft = pytest.importorskip("peft")
 
         def adapted(seed: int) -> nn.Module:
@@ -108,7 +108,7 @@ class TestCheckpointIO:
         assert equal(first, second)
         assert equal(peft.PeftModel.from_pretrained(model(0), f"{folder}/lora"), first)
 
-    def test_files_of_the_reference_are_read(self, tmp_path: Path):
+    def test_files_of_the_reference_are_read(self, tmp_path):
         folder, saved, other = tmp_path / "epoch0-global_step5", run(3), run(1)
         (folder / "model").mkdir(parents=True)
         save_file(saved["model"].state_dict(), folder / "model" / "model.safetensors")
@@ -120,7 +120,7 @@ class TestCheckpointIO:
         assert equal(other["model"], saved["model"])
         assert other["sampler"].position == 3
 
-    def test_what_makes_no_sense_here_is_refused(self, tmp_path: Path):
+    def test_what_makes_no_sense_here_is_refused(self, tmp_path):
         with pytest.raises(RequestError, match="booster must be None"):
             CheckpointIO().save(tmp_path, model(0))
         with pytest.raises(RequestError, match="booster must be None"):
@@ -130,7 +130,7 @@ class TestCheckpointIO:
         assert "master=" in caught.value.hint
         assert list(tmp_path.iterdir()) == []
 
-    def test_states_may_change_while_they_are_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_states_may_change_while_they_are_written(self, tmp_path, monkeypatch):
         saved, may_write, write = run(3), threading.Event(), checkpoint.write_share
         expected = copy.deepcopy(saved)
         monkeypatch.setattr(checkpoint, "write_share", lambda *given: may_write.wait(10) and write(*given))
@@ -152,17 +152,17 @@ class TestCheckpointIO:
 
 
 class TestErrors:
-    def test_a_state_that_cannot_be_read_again_is_refused_at_once(self, tmp_path: Path):
+    def test_a_state_that_cannot_be_read_again_is_refused_at_once(self, tmp_path):
         with pytest.raises(OutputError, match=r"sampler\.pt cannot be saved: .*numpy"):
             CheckpointIO().save(None, tmp_path, sampler=Sampler(np.arange(3)))
         assert list(tmp_path.iterdir()) == []
 
     @pytest.fixture
-    def blocked(self, tmp_path: Path) -> Path:
+    def blocked(self, tmp_path):
         (tmp_path / "file").touch()
         return tmp_path / "file" / "run"
 
-    def test_an_error_of_the_background_is_raised_once(self, tmp_path: Path, blocked: Path):
+    def test_an_error_of_the_background_is_raised_once(self, tmp_path, blocked):
         io = CheckpointIO()
         for after in (io.wait, lambda: io.save(None, tmp_path, model(0))):
             io.save(None, blocked, model(0))
@@ -173,7 +173,7 @@ class TestErrors:
             io.save(None, blocked, model(0), async_io=False)
 
     @pytest.mark.slow
-    def test_exit_waits_for_the_writing_and_prints_its_error(self, tmp_path: Path, blocked: Path):
+    def test_exit_waits_for_the_writing_and_prints_its_error(self, tmp_path, blocked):
         script = (
             "import sys, time, torch; from opensora_cli.community import checkpoint\n"
             "write = checkpoint.write_share\n"
@@ -189,7 +189,7 @@ class TestErrors:
         assert done.stderr.startswith("error: the last checkpoint is lost: cannot write")
         assert "Traceback" not in done.stderr
 
-    def test_folders_that_do_not_fit_are_refused(self, tmp_path: Path):
+    def test_folders_that_do_not_fit_are_refused(self, tmp_path):
         saved, io = run(0), CheckpointIO()
         folder = Path(io.save(None, tmp_path, saved["model"], optimizer=saved["optimizer"], async_io=False))
         with pytest.raises(RequestError, match="ema"):  # without a question to the network
@@ -214,9 +214,7 @@ class TestErrors:
 @pytest.mark.parametrize(
     "endpoint", ["https://me:secret@[", "nonsense", "ftp://me:secret@host", "http://me:secret@127.0.0.1:1"]
 )
-def test_a_hub_that_cannot_be_asked_is_one_line_without_the_password(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str
-):
+def test_a_hub_that_cannot_be_asked_is_one_line_without_the_password(monkeypatch, tmp_path, endpoint):
     connect(FakeHub(endpoint=endpoint), monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub waits between attempts
@@ -226,7 +224,7 @@ def test_a_hub_that_cannot_be_asked_is_one_line_without_the_password(
     assert caught.value.message.isprintable()
 
 
-def test_old_checkpoints_are_removed(tmp_path: Path):
+def test_old_checkpoints_are_removed(tmp_path):
     for step in (2, 10, 9):
         CheckpointIO().save(None, tmp_path, model(0), global_step=step, async_io=False)
     rm_checkpoints(str(tmp_path))

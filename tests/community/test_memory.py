@@ -23,8 +23,6 @@ from opensora_cli.models.attention.torch_kernels import sdpa
 
 
 class Block(nn.Module):
-    """What the community's blocks look like."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -55,15 +53,14 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> ActivationManager:
-    """Give checkpoints a manager without a buffer, as the global one is at first."""
+def manager(monkeypatch):
     made = ActivationManager()
     monkeypatch.setattr(memory, "GLOBAL_ACTIVATION_MANAGER", made)
     return made
 
 
 @pytest.mark.parametrize("by_handle", [False, True])
-def test_tensors_move_in_place_and_back_in_reverse(by_handle: bool):
+def test_tensors_move_in_place_and_back_in_reverse(by_handle):
     manager = ActivationManager()
     manager.setup_buffer(20, torch.float32)
     first, second = torch.arange(6.0).view(2, 3).requires_grad_(), torch.arange(4.0).view(2, 2).t()
@@ -84,7 +81,7 @@ def test_tensors_move_in_place_and_back_in_reverse(by_handle: bool):
     assert manager.avail_offset == 0
 
 
-def test_only_where_memory_is_short_tensors_move(monkeypatch: pytest.MonkeyPatch):
+def test_only_where_memory_is_short_tensors_move(monkeypatch):
     free = iter([90, 10])
     monkeypatch.setattr(memory, "free_and_total_bytes", lambda _: (next(free), 100))
     manager = DynamicActivationManager()
@@ -111,9 +108,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 
 @pytest.mark.parametrize("call", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("numel", [None, 100])
-def test_checkpoints_offload_their_inputs_once_there_is_a_buffer(
-    manager: ActivationManager, call: Checkpoint, numel: int | None
-):
+def test_checkpoints_offload_their_inputs_once_there_is_a_buffer(manager, call, numel):
     copies: list[Tensor] = []
     manager._on_copy = copies.append
     if numel:
@@ -127,7 +122,7 @@ def test_checkpoints_offload_their_inputs_once_there_is_a_buffer(
     assert_close(x.grad, expected.grad)
 
 
-def test_every_module_learns_how_it_is_checkpointed(manager: ActivationManager):
+def test_every_module_learns_how_it_is_checkpointed(manager):
     model = Model()
     expected = gradients(model)
     assert set_grad_checkpoint(model) is None
@@ -157,7 +152,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("gc_step", [1, 2, 9])
-def test_a_sequence_has_a_checkpoint_for_every_few_blocks(manager: ActivationManager, gc_step: int):
+def test_a_sequence_has_a_checkpoint_for_every_few_blocks(manager, gc_step):
     torch.manual_seed(0)
     model, x = nn.ModuleList(Noisy() for _ in range(5)), torch.randn(3, 6)
 
@@ -175,7 +170,7 @@ def test_a_sequence_has_a_checkpoint_for_every_few_blocks(manager: ActivationMan
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_attention_of_our_blocks_is_in_fp32(manager: ActivationManager, autocast: bool):
+def test_attention_of_our_blocks_is_in_fp32(manager, autocast):
     seen: list[torch.dtype] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:

@@ -1,7 +1,6 @@
 """Names of monitoring, called as the community calls them."""
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from opensora_cli.community.monitoring import (
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="reports what there is without CUDA")
-def test_memory_is_logged_with_its_stage(caplog: pytest.LogCaptureFixture):
+def test_memory_is_logged_with_its_stage(caplog):
     caplog.set_level(logging.INFO)
     log_cuda_memory("diffusion")
     log_cuda_max_memory()
@@ -32,7 +31,7 @@ def test_memory_is_logged_with_its_stage(caplog: pytest.LogCaptureFixture):
     assert monitor_gpu_memory() is None
 
 
-def test_shared_parameters_are_logged_once(caplog: pytest.LogCaptureFixture):
+def test_shared_parameters_are_logged_once(caplog):
     caplog.set_level(logging.INFO)
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
     model[1].weight = model[0].weight
@@ -48,7 +47,7 @@ def test_parameters_are_counted_in_powers_of_1024():
     assert [format_numel_str(count) for count in counts] == ["10.24 B", "1.00 M", "1.50 K", "7"]
 
 
-def test_tensorboard_has_a_folder_of_its_own(tmp_path: Path):
+def test_tensorboard_has_a_folder_of_its_own(tmp_path):
     pytest.importorskip("tensorboard")
     writer = create_tensorboard_writer(str(tmp_path))
     writer.add_scalar("loss", 1.0, 0)

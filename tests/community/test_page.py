@@ -49,9 +49,3 @@ def test_every_public_name_is_in_the_table() -> None:
     for module in MODULES:
         named = {name for names, place, _ in ROWS if place == f"`{module}`" for name in re.findall(r"`(\w+)`", names)}
         assert named - {"_gather", "_split"} == public_names(module)
-
-
-def test_rows_of_errors_say_what_to_use() -> None:
-    errors = [difference for _, place, difference in ROWS if "an error:" in difference and place != NOT_HERE]
-    assert len(errors) == 6
-    assert [text for text in errors if not re.search(r"an error: .*(`|osora)", text)] == []

@@ -18,8 +18,6 @@ from opensora_cli.models.text.t5 import FusedRMSNorm
 
 
 class ApexNorm(nn.Module):
-    """What apex's fused norm looks like."""
-
     def __init__(self) -> None:
         super().__init__()
         self.normalized_shape, self.eps = torch.Size([6]), 1e-3
@@ -27,8 +25,6 @@ class ApexNorm(nn.Module):
 
 
 class OurNorm(FusedRMSNorm):
-    """Ours, likewise."""
-
     def __init__(self) -> None:
         super().__init__(6, eps=1e-3)
         self.weight = nn.Parameter(torch.arange(6.0))

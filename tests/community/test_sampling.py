@@ -1,9 +1,7 @@
 """Names of sampling, called as the community calls them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +36,7 @@ def config(folder: Path, **others: object) -> Config:
     return Config(save_dir=str(folder), dataset=SimpleNamespace(data_path="tables/assets.csv"), **others)
 
 
-def test_references_are_encoded_for_each_sample(tmp_path: Path):
+def test_references_are_encoded_for_each_sample(tmp_path):
     torch.manual_seed(0)
     model_ae = new_autoencoder(VAES["hunyuan"]).eval()
     for name in "ab":
@@ -56,7 +54,7 @@ def test_references_are_encoded_for_each_sample(tmp_path: Path):
     assert not torch.equal(loop[1], expected)
 
 
-def test_results_are_saved_under_their_names(tmp_path: Path):
+def test_results_are_saved_under_their_names(tmp_path):
     batch = {"text": ["a boat", "a car"], "name": ["boat", "car"], "index": torch.tensor([0, 1])}
     x = torch.zeros(2, 3, 5, 16, 16)
     arguments = (x, batch, config(tmp_path, save_prefix="my_", fps_save=8), "video_256px", object(), 0, 4)
@@ -70,7 +68,7 @@ def test_results_are_saved_under_their_names(tmp_path: Path):
     assert (facts.num_frames, facts.height, facts.width, facts.fps) == (5, 16, 16, 8)
 
 
-def test_without_names_results_have_that_of_their_table(tmp_path: Path):
+def test_without_names_results_have_that_of_their_table(tmp_path):
     x, batch = torch.zeros(2, 3, 1, 16, 16, dtype=torch.bfloat16), {"text": ["a", "b"], "index": [0, 1]}
     assert process_and_save(x, batch, config(tmp_path), "", None, 2, 7) == ["assets_0007_2", "assets_0008_2"]
     assert (tmp_path / "assets_0008_2.png").is_file()
@@ -87,7 +85,7 @@ def test_without_names_results_have_that_of_their_table(tmp_path: Path):
         ({"prompt_as_path": True, "prompt": "Rain: a/b?", "num_sample_pos": 0}, "rain-a-b-0"),
     ],
 )
-def test_paths_of_results(arguments: dict[str, Any], name: str):
+def test_paths_of_results(arguments, name):
     assert get_save_path_name("out", "sub", **arguments) == str(Path("out", "sub", name))
 
 
@@ -97,7 +95,7 @@ def test_a_name_never_leaves_the_folder():
     assert "/" not in get_save_path_name("out", "", prompt_as_path=True, prompt="../" * 90).removeprefix("out/")
 
 
-def test_a_picture_is_rescaled_where_it_is(tmp_path: Path):
+def test_a_picture_is_rescaled_where_it_is(tmp_path):
     path = save_sample(torch.zeros(3, 1, 20, 60), save_path=tmp_path / "a")
     rescale_image_by_path(path, 32, 16)
     assert (probe(path).width, probe(path).height) == (32, 16)
@@ -105,7 +103,7 @@ def test_a_picture_is_rescaled_where_it_is(tmp_path: Path):
         rescale_image_by_path("a.jpg", 32, 16)
 
 
-def test_files_are_read_at_a_size(tmp_path: Path):
+def test_files_are_read_at_a_size(tmp_path):
     write_clip(tmp_path / "a.mp4", num_frames=5, fps=12, caption="a")
     video = read_from_path(tmp_path / "a.mp4", (16, 16))
     assert (video.shape, video.dtype) == ((3, 5, 16, 16), torch.float32)
@@ -116,7 +114,7 @@ def test_files_are_read_at_a_size(tmp_path: Path):
 
 
 @pytest.fixture(name="serving")
-def start_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def start_servers(monkeypatch, tmp_path):
     monkeypatch.setattr("opensora_cli.engine.generate.refinement.sleep", lambda _: None)
     with serving(monkeypatch, tmp_path / "cache") as start:
         yield start

@@ -36,8 +36,6 @@ _IMPORTED_ONCE = [
 
 
 class Processes:
-    """What is started so far."""
-
     def __init__(self) -> None:
         # Only Linux forks safely after torch is imported, since there no library has started a thread by then.
         self._context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -56,13 +54,11 @@ class Processes:
         return process, ours
 
     def pipes(self, ranks: int) -> list[Connection]:
-        """Return the pipes to the first ranks."""
         while len(self._started) < ranks:
             self._started.append(self.start(_serve))
         return [pipe for _, pipe in self._started[:ranks]]
 
     def replace(self, rank: int) -> None:
-        """Start another process for a rank."""
         _end(*self._started[rank])
         self._started[rank] = self.start(_serve)
 
@@ -72,11 +68,9 @@ class Processes:
         return Program(self.start(_print_to_files, folder, dict(os.environ), *named)[0], folder)
 
     def osora(self, folder: Path, words: list[str]) -> "Program":
-        """Start a command line as such a program."""
         return self.program(folder, _osora, words)
 
     def end(self) -> None:
-        """End all ranks."""
         for process, pipe in self._started:
             _end(process, pipe)
 
@@ -96,15 +90,12 @@ class Program:
         self._folder = folder
 
     def send(self, number: int) -> None:
-        """Send a signal."""
         os.kill(self._process.pid, number)
 
     def is_running(self) -> bool:
-        """Return whether it has not ended."""
         return self._process.is_alive()
 
     def end(self, seconds: float) -> tuple[int, str, str]:
-        """Wait for its end, and return its exit code and what it printed."""
         self._process.join(seconds)
         assert not self.is_running()
         out, err = (self._folder / f"{self._process.pid}.{name}" for name in ("out", "err"))
@@ -142,7 +133,6 @@ class Pool:
 
 @pytest.fixture(scope="package")
 def processes() -> Iterator[Processes]:
-    """Processes that are started quickly."""
     started = Processes()
     yield started
     started.end()

@@ -1,8 +1,5 @@
 """Attention between real processes, by rings and by Ulysses, against attention of one; and what exchanges send."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +11,6 @@ from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.sequence import UlyssesAttention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares
-
-Pool = Callable[[int], Any]
-
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 UNEVEN = (6, 2, 1, 4)
@@ -42,9 +36,7 @@ UNEVEN = (6, 2, 1, 4)
         (4, 3, UNEVEN, FP64, 60.0, 1e-8),
     ],
 )
-def test_result_and_gradients_are_those_of_one_process(
-    pool: Pool, ring: int, num_heads: int, tokens: tuple[int, ...], dtype: torch.dtype, scale: float, tolerance: float
-) -> None:
+def test_result_and_gradients_are_those_of_one_process(pool, ring, num_heads, tokens, dtype, scale, tolerance):
     for found in pool(len(tokens)).run(_attended, ring, num_heads, tokens, dtype, scale):
         assert max(found.errors) < tolerance
         assert found.dtypes == {dtype}
@@ -84,7 +76,7 @@ def _exchanged(plan: ExchangePlan, backward: bool) -> Attended:
         (4, ExchangePlan(inner=2, wire="bf16"), 1e-2),
     ],
 )
-def test_every_exchange_sends_what_is_planned(pool: Pool, ranks: int, plan: ExchangePlan, tolerance: float) -> None:
+def test_every_exchange_sends_what_is_planned(pool, ranks, plan, tolerance):
     answers = pool(ranks).run(_exchanged, plan, True)
     planned = sum(_planned(plan, ranks, HEADS, blocks=1, video_tokens=VIDEO, text_tokens=TEXT, itemsize=4).values())
     # The inputs have a batch of two.
@@ -96,7 +88,7 @@ def test_every_exchange_sends_what_is_planned(pool: Pool, ranks: int, plan: Exch
         assert max(found.errors[0] for found in answers) > tolerance / 200
 
 
-def test_stages_of_two_machines() -> None:
+def test_stages_of_two_machines():
     sizes = {"blocks": 3, "video_tokens": 16, "text_tokens": 0, "itemsize": 2}
     direct = _planned(ExchangePlan(), 4, 4, **sizes)
     # 4 tokens and 1 head a rank: each of q, k, v and the result sends 3 parts of 4 tokens, 8 wide.
@@ -116,5 +108,5 @@ def _too_few_heads() -> str:
     return raised.value.message
 
 
-def test_fewer_heads_than_ranks_are_refused(pool: Pool) -> None:
+def test_fewer_heads_than_ranks_are_refused(pool):
     assert pool(4).run(_too_few_heads) == ["ulysses_degree=4 is over the 3 heads: use at most 3"] * 4

@@ -1,7 +1,6 @@
 """`bench_comm` over real processes: right data, faults that are found, and bytes that equal their formula."""
 
 import json
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,6 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.tools import BenchCommSettings, Collective, Scaling
 
-Pool = Callable[[int], Any]
 CPU = torch.device("cpu")
 SIZES = (1, 7_000)
 SLOW = pytest.mark.slow
@@ -46,7 +44,7 @@ def _all_operations() -> list[tuple[str, int, int, int]]:
 
 
 @both
-def test_every_collective_is_right_and_sends_what_its_bus_bandwidth_counts(pool: Pool, ranks: int) -> None:
+def test_every_collective_is_right_and_sends_what_its_bus_bandwidth_counts(pool, ranks):
     answers = pool(ranks).run(_all_operations)
     for of_ranks in zip(*answers, strict=True):
         names, sizes, wrongs, sents = zip(*of_ranks, strict=True)
@@ -82,7 +80,7 @@ def _bench_with_a_fault() -> tuple[int, str, str]:
     return failure.value.exit_code, failure.value.message, report.verdicts[0].judgement.value
 
 
-def test_every_rank_fails_with_exit_code_4_where_one_has_a_wrong_element(pool: Pool) -> None:
+def test_every_rank_fails_with_exit_code_4_where_one_has_a_wrong_element(pool):
     expected = (4, "1 element arrived wrong in broadcast", "wrong data")
     assert pool(2).run(_bench_with_a_fault) == [expected, expected]
 
@@ -117,7 +115,7 @@ def _whole_bench() -> tuple[BenchReport, list[list[str]]]:
 
 
 @pytest.mark.slow
-def test_the_whole_benchmark(pool: Pool) -> None:
+def test_the_whole_benchmark(pool):
     (report, shown), (other, _) = pool(2).run(_whole_bench)
     own: dict[str, object] = {"scaling": None}
     assert other.model_copy(update=own) == report.model_copy(update=own)
@@ -148,7 +146,7 @@ def _too_short_of_memory() -> None:
         _short_of_memory(128)
 
 
-def test_sizes_over_the_free_memory_are_cut_with_a_note_or_refused(pool: Pool) -> None:
+def test_sizes_over_the_free_memory_are_cut_with_a_note_or_refused(pool):
     note = f"sizes end at 64 bytes, not at {2**40}: memory is not free for more"
     assert pool(2).run(_short_of_memory, 8) == [([8, 16, 32, 64], (note,))] * 2
     pool(2).run(_too_short_of_memory)

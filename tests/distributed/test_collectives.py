@@ -159,23 +159,21 @@ def _refusals() -> list[str]:
 
 
 @pytest.mark.parametrize(("ranks", "uneven"), [(2, False), (4, True)])
-def test_gathering_and_reducing_are_exact_with_gradients(pool: Callable[[int], Any], ranks: int, uneven: bool) -> None:
+def test_gathering_and_reducing_are_exact_with_gradients(pool, ranks, uneven):
     assert pool(ranks).run(_gather_and_reduce, uneven) == [5] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "uneven"), [(2, False), (4, True)])
-def test_exchanges_are_exact_with_gradients(pool: Callable[[int], Any], ranks: int, uneven: bool) -> None:
+def test_exchanges_are_exact_with_gradients(pool, ranks, uneven):
     assert pool(ranks).run(_exchange, uneven) == [15] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "grad_scale"), [(2, None), (4, "up"), (2, "down")])
-def test_each_of_the_pair_is_the_backward_of_the_other(
-    pool: Callable[[int], Any], ranks: int, grad_scale: str | None
-) -> None:
+def test_each_of_the_pair_is_the_backward_of_the_other(pool, ranks, grad_scale):
     assert pool(ranks).run(_gather_and_split, grad_scale) == [6] * ranks
 
 
-def test_wrong_sizes_are_refused_before_anything_is_sent(pool: Callable[[int], Any]) -> None:
+def test_wrong_sizes_are_refused_before_anything_is_sent(pool):
     for messages in pool(2).run(_refusals):
         assert len(messages) == 6
         assert messages[0] == "5 along dimension 0 are not 2 equal shares: name the sizes"

@@ -1,7 +1,6 @@
 """Names of the community that need ranks, called as the community calls them."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -159,15 +158,15 @@ def _not_saved(folder: str, async_io: bool) -> None:
 
 
 @pytest.mark.parametrize("function", [_named, _scheduled])
-def test_names_of_parallelism(pool: Callable[[int], Any], function: Callable[[], None]) -> None:
+def test_names_of_parallelism(pool, function):
     pool(2).run(function)
 
 
-def test_all_ranks_retry_or_none(pool: Callable[[int], Any]) -> None:
+def test_all_ranks_retry_or_none(pool):
     assert pool(2).run(_retried) == [([1.0, 2.0], 1), ([1.0, 2.0], 1)]
 
 
-def test_averages_in_pieces_move_as_whole_ones(pool: Callable[[int], Any]) -> None:
+def test_averages_in_pieces_move_as_whole_ones(pool):
     alone, pieces = _averaged(0.9), pool(2).run(_averaged, 0.9)
     for index, expected in enumerate(alone):
         joined = torch.cat([piece[index] for piece in pieces])[: expected.numel()]
@@ -175,9 +174,7 @@ def test_averages_in_pieces_move_as_whole_ones(pool: Callable[[int], Any]) -> No
 
 
 @pytest.mark.parametrize("async_io", [True, False])
-def test_one_rank_writes_for_all_and_all_raise_its_errors(
-    pool: Callable[[int], Any], tmp_path: Path, async_io: bool
-) -> None:
+def test_one_rank_writes_for_all_and_all_raise_its_errors(pool, tmp_path, async_io):
     pool(2).run(_saved, str(tmp_path), async_io)
     pool(2).run(_not_saved, str(tmp_path), async_io)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch1-global_step8", "file"]

@@ -1,7 +1,5 @@
 """Checkpoints of torch.distributed that several ranks wrote together."""
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -38,7 +36,7 @@ def _save(folder: str) -> None:
     dcp.save({"model": model, "step": 3}, checkpoint_id=folder)
 
 
-def test_tensors_are_put_together(pool, tmp_path: Path) -> None:
+def test_tensors_are_put_together(pool, tmp_path):
     pool(4).run(_save, str(tmp_path))
     opened = open_checkpoint(tmp_path)
     assert len(opened.files) == 4 + 1

@@ -82,7 +82,6 @@ def whole(picture, tmp_path_factory):
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """The folder of temporary files, and so of the ranks' logs."""
     path = tmp_path / "temporary"
     path.mkdir()
     monkeypatch.setenv("TMPDIR", str(path))

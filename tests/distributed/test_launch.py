@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import launch_rank
 import psutil
@@ -245,22 +244,6 @@ class TestInterrupted:
         launcher.end(PROMISED_S)
         if sys.platform == "linux":
             wait_for(lambda: left(tmp_path) == [], PROMISED_S)
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory there alone")
-    def test_launcher_killed_while_ranks_begin_to_share_memory(self, tmp_path, driver, monkeypatch):
-        """Neither a file of shared memory nor a temporary one stays."""
-        temporary = tmp_path / "temporary"
-        temporary.mkdir()
-        monkeypatch.setenv("TMPDIR", str(temporary))
-        shared = set(Path("/dev/shm").glob("osora*"))
-        launcher = driver(tmp_path, "--gloo", "--act", "share")
-        wait_for(lambda: all((tmp_path / f"shares{rank}").exists() for rank in range(2)))
-        launcher.send(signal.SIGKILL)
-        launcher.end(PROMISED_S)
-        wait_for(lambda: left(tmp_path) == [], PROMISED_S)
-        assert set(Path("/dev/shm").glob("osora*")) <= shared
-        assert [path for path in temporary.rglob("*") if path.is_file()] == []
 
     @pytest.mark.slow
     def test_twice_kills_at_once(self, tmp_path, driver):

@@ -1,8 +1,6 @@
 """Groups of a mesh over real processes."""
 
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,6 @@ from opensora_cli.parallel.shares import AXES, MeshShape
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the group's ranks as a collective sees them."""
     assert group is not None
     ranks = [torch.empty((), dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(ranks, torch.tensor(dist.get_rank()), group=group)
@@ -47,7 +44,7 @@ def _named() -> dict[str, list[int]]:
     return dict(zip(("data", "mixed", "sequence", "tensor", "unset"), groups, strict=True))
 
 
-def test_four_ranks(pool: Callable[[int], Any]) -> None:
+def test_four_ranks(pool):
     wanted = (("ring",), ("ulysses",), ("ulysses", "ring"), ("shard",))
     answers = pool(4).run(_describe, {"ring": 2, "ulysses": 2}, *wanted)
     for rank, (places, groups, _) in enumerate(answers):
@@ -56,7 +53,7 @@ def test_four_ranks(pool: Callable[[int], Any]) -> None:
         assert groups == [[ulysses, ulysses + 2], [2 * ring, 2 * ring + 1], [0, 1, 2, 3], [rank]]
 
 
-def test_the_names_of_the_community(pool: Callable[[int], Any]) -> None:
+def test_the_names_of_the_community(pool):
     for rank, groups in enumerate(pool(4).run(_named)):
         column, row = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
         everyone = [0, 1, 2, 3]

@@ -27,18 +27,18 @@ def join(rank: int, port: int = 0, *, host: str = "127.0.0.1", store: Path | Non
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_rendezvous_is_retried(processes: Any, late: int) -> None:
+def test_the_rendezvous_is_retried(processes, late):
     assert _said(processes, _meet, late) == [[[2.0]], [[2.0]]]
 
 
-def test_the_port_is_taken() -> None:
+def test_the_port_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(HardwareError, match=f"rank 0: cannot listen at port {port}"):
             join(0, port)
 
 
-def test_rank_0_does_not_wait_for_an_address_that_leads_elsewhere() -> None:
+def test_rank_0_does_not_wait_for_an_address_that_leads_elsewhere():
     """No packet comes back from this network (RFC 5737)."""
     with pytest.raises(HardwareError, match="rank 0: rank 1 did not come in time"):
         join(0, _free_port(), host="203.0.113.1", timeout_s=1.0)
@@ -73,7 +73,7 @@ def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_meet_by_a_file_and_open_no_store_on_a_port(processes: Any, tmp_path: Path) -> None:
+def test_ranks_meet_by_a_file_and_open_no_store_on_a_port(processes, tmp_path):
     """Groups, objects and checkpoints use it like a store on a port."""
     for met, objects, total in (said[0] for said in _said(processes, _meet_by_file, tmp_path)):
         assert met == "FileStore"
@@ -97,7 +97,7 @@ def _meet_by_file(pipe: Connection, _: int, rank: int, folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists threads by name")
-def test_no_thread_of_a_group_outlives_it(processes: Any) -> None:
+def test_no_thread_of_a_group_outlives_it(processes):
     """One that frees a tensor while Python ends would abort the process."""
     before, after = _said(processes, _leave)[0]
     assert "pt_gloo_runloop" in before

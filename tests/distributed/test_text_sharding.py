@@ -1,8 +1,6 @@
 """A T5 whose heads and features are divided between real processes against the same in one process."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +12,6 @@ from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.sizes import T5Sizes
 from opensora_cli.models.text.t5 import T5Model
-
-Pool = Callable[[int], Any]
 
 
 class _Words:
@@ -52,7 +48,7 @@ def _sharded() -> tuple[float, list[int], list[tuple[int, ...]]]:
     return relative_error(states, expected), [before, _bytes(encoder.blocks)], shapes
 
 
-def test_states_and_bytes(pool: Pool) -> None:
+def test_states_and_bytes(pool):
     answers, heads, features = pool(4).run(_sharded), [2, 2, 1, 1], [6, 6, 5, 5]
     norms, buckets = 2 * 16, 32
     for (error, (before, after), shapes), own_heads, own_features in zip(answers, heads, features, strict=True):

@@ -1,8 +1,6 @@
 """Encoded clips that two processes make side by side, and learn from as one process does."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_frozen
@@ -49,7 +47,7 @@ def _losses(ranks: int, weights: Path, cache: Path | None) -> tuple[int, bool, d
     return reporter.advanced.get("encode", 0), "hash" in reporter.stages, losses
 
 
-def test_two_processes_share_a_cache(pool: Callable[[int], Any], tmp_path: Path) -> None:
+def test_two_processes_share_a_cache(pool, tmp_path):
     weights = tiny_frozen.save_frozen_parts(tmp_path / "weights")
     *_, expected = _losses(1, weights, None)
     assert sorted(expected) == list(range(_MICRO_BATCHES))

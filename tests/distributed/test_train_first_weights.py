@@ -1,9 +1,7 @@
 """First weights of ranks that divide a transformer: those of one process, and never more than a part of them."""
 
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_training
@@ -18,7 +16,6 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
 
-Pool = Callable[[int], Any]
 TENSOR = Case("hybrid", 2, (("tensor_parallel_degree", 2),))
 LORA = {"lora.rank": 2, "precision.compute": "bf16"}
 
@@ -77,7 +74,7 @@ def _assert_same(weights: dict[str, Tensor], model: MMDiT) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "from_file"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
-def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, from_file: bool) -> None:
+def test_no_rank_ever_holds_the_whole(pool, tmp_path, ranks, from_file):
     depth = 12 // ranks
     settings = _settings(_saved(tmp_path, torch.float32, depth=depth) if from_file else None, depth=depth)
     with TensorBytes(device_type="cpu") as counted:
@@ -105,7 +102,7 @@ def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, fr
     ],
     ids=str,
 )
-def test_parts_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, from_file: bool) -> None:
+def test_parts_are_those_of_one_process(pool, tmp_path, case, from_file):
     settings = _settings(_saved(tmp_path, torch.float16, has_references=False) if from_file else None)
     model = _alone(settings)
     assert model.cond_in is not None
@@ -116,7 +113,7 @@ def test_parts_are_those_of_one_process(pool: Pool, tmp_path: Path, case: Case, 
         assert trained == weights.keys()
 
 
-def test_weights_beside_an_adapter_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
+def test_weights_beside_an_adapter_are_those_of_one_process(pool, tmp_path):
     pytest.importorskip("peft")
     settings = _settings(_saved(tmp_path, torch.float32), **LORA)
     model = _alone(settings)

@@ -1,9 +1,5 @@
 """Estimated memory of a rank in training, against real gloo ranks that do the same steps."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import tiny_training
 import torch
@@ -50,14 +46,13 @@ CASES = [
 
 
 def measured(settings: TrainSettings) -> RankMemory:
-    """Run on every rank: return what it held."""
     distribution = distribution_of(settings, device=torch.device("cpu"))
     return measure_training(settings, distribution=distribution).rank
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "variant"), CASES, ids=str)
-def test_every_strategy_and_stage(case: Case, variant: str, tmp_path: Path, pool: Callable[[int], Any]) -> None:
+def test_every_strategy_and_stage(case, variant, tmp_path, pool):
     sizes = {"model.hidden_size": 64, "model.num_heads": 4, "model.depth": 2, "model.depth_single_blocks": 3}
     ranks = {"strategy": case.strategy, "parallel.gpus": case.ranks}
     ranks |= {f"parallel.{name}": degree for name, degree in case.degrees}

@@ -1,6 +1,5 @@
 """Every objective of training on real ranks against one process."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.train_sections import LoraSettings
-
-Pool = Callable[[int], Any]
 
 ZERO3 = Case("zero3", 2)
 ULYSSES, RING = (Case("hybrid", 2, ((axis, 2),)) for axis in ("ulysses_degree", "ring_degree"))
@@ -127,7 +124,7 @@ def _trained(objective: str, case: Case | None) -> tuple[list[dict[str, float]],
     ],
     ids=str,
 )
-def test_ranks_train_every_objective_as_one_process(pool: Pool, objective: str, case: Case, tolerance: float) -> None:
+def test_ranks_train_every_objective_as_one_process(pool, objective, case, tolerance):
     figures, weights = _trained(objective, None)
     if objective == "dmd":
         assert ["loss" in each for each in figures] == [True, False, True]

@@ -99,7 +99,6 @@ def test_a_broken_file_is_found_whichever_rank_reads_it(pool, tmp_path):
 
 
 def _full(folder: str, failing: int, function: str) -> str:
-    """Save while one rank fails at one part of the work."""
     trainer, real = _trainer(), getattr(shared_folder, function)
 
     def fail(*given: Any) -> Any:

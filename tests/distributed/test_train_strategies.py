@@ -1,6 +1,5 @@
 """Every strategy of training on real ranks against one process: figures, weights, bytes, resume."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -40,8 +39,6 @@ from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.train_sections import Compute
-
-Pool = Callable[[int], Any]
 
 STEPS = 4
 SAVED_STEPS = 2
@@ -145,17 +142,14 @@ def _share_bytes(distribution: Distribution) -> int:
 
 
 @pytest.fixture(scope="module")
-def learned(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list[Learned]]:
-    """Train once by each strategy."""
+def learned(pool, tmp_path_factory):
     return cache(
         lambda case: pool(case.ranks).run(_learned, case, case.micro_batches, tmp_path_factory.mktemp(str(case)))
     )
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Learned]:
-    """Train in one process with a number of micro-batches."""
-
+def expected(tmp_path_factory):
     def train(micro_batches: int) -> Learned:
         alone = _learned(None, micro_batches, tmp_path_factory.mktemp("alone"))
         assert alone.evaluated[-1] < 0.96 * alone.evaluated[0]
@@ -167,7 +161,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Learne
 
 
 @cases(FAST, [*SLOW, WHOLE_COPIES])
-def test_losses_are_those_of_one_process(learned: Any, expected: Any, case: Case) -> None:
+def test_losses_are_those_of_one_process(learned, expected, case):
     alone = expected(case.micro_batches)
     for ours in learned(case):
         assert ours.losses == pytest.approx(alone.losses, rel=0, abs=1e-5)
@@ -176,7 +170,7 @@ def test_losses_are_those_of_one_process(learned: Any, expected: Any, case: Case
 
 
 @cases(FAST, SLOW)
-def test_bytes_held_and_sent_and_an_evaluation_that_changes_neither(learned: Any, expected: Any, case: Case) -> None:
+def test_bytes_held_and_sent_and_an_evaluation_that_changes_neither(learned, expected, case):
     whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
     shape = mesh_shape(Strategy(case.strategy), case.parallel)
     for ours in learned(case):
@@ -210,9 +204,7 @@ def _resumed(case: Case | None, folder: Path, micro_batches: int) -> tuple[list[
     ],
     ids=str,
 )
-def test_what_some_ranks_save_others_resume(
-    pool: Pool, learned: Any, expected: Any, saved: Case, resumes: Case | None
-) -> None:
+def test_what_some_ranks_save_others_resume(pool, learned, expected, saved, resumes):
     alone, folder = expected(saved.micro_batches), learned(saved)[0].saved
     given = (resumes, folder, saved.micro_batches)
     for losses, averages in pool(resumes.ranks).run(_resumed, *given) if resumes else [_resumed(*given)]:
@@ -265,7 +257,7 @@ def _varied(case: Case, variant: str) -> tuple[list[dict[str, float]], int, int,
     ],
     ids=str,
 )
-def test_what_saves_memory_or_time_changes_no_loss(pool: Pool, expected: Any, case: Case, variant: str) -> None:
+def test_what_saves_memory_or_time_changes_no_loss(pool, expected, case, variant):
     alone = expected(case.micro_batches)
     for figures, copied, graphs, dtypes in pool(case.ranks).run(_varied, case, variant):
         losses, norms = ([each[name] for each in figures] for name in ("loss", "grad_norm"))
@@ -286,7 +278,7 @@ def _with_frozen_weights(case: Case | None, micro_batches: int) -> tuple[list[di
 
 
 @cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[4]])
-def test_frozen_weights_keep_their_values(pool: Pool, case: Case) -> None:
+def test_frozen_weights_keep_their_values(pool, case):
     figures, weights = _with_frozen_weights(None, case.micro_batches)
     before = dict(tiny_transformer().named_parameters())
     for our_figures, ours in pool(case.ranks).run(_with_frozen_weights, case, case.micro_batches):
@@ -329,7 +321,7 @@ def _backward(case: Case, spoil: bool) -> tuple[dict[str, float], float, list[bo
         ("zero3", 0.5, 0.5),
     ],
 )
-def test_what_is_held_within_an_update(pool: Pool, strategy: str, weights: float, gradients: float) -> None:
+def test_what_is_held_within_an_update(pool, strategy, weights, gradients):
     for held, *_ in pool(2).run(_backward, Case(strategy, 2), False):
         # Weights outside of blocks stay gathered until the backward pass has reached the first layer.
         assert held["weights"] == pytest.approx(weights + (1 - weights) * held["outside"], rel=0.03)
@@ -337,7 +329,7 @@ def test_what_is_held_within_an_update(pool: Pool, strategy: str, weights: float
 
 
 @cases([TENSOR], [Case("zero1", 2), Case("zero3", 4), ULYSSES])
-def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
+def test_an_infinite_gradient_is_seen_by_all_ranks(pool, case):
     for _, norm, answers in pool(case.ranks).run(_backward, case, True):
         assert norm == float("inf")
         assert answers == [True, False]
@@ -378,7 +370,7 @@ def _round_trip(case: Case, mlp_ratio: float) -> tuple[int, list[str]]:
     ],
     ids=str,
 )
-def test_parts_make_up_the_whole_bit_for_bit(pool: Pool, case: Case, mlp_ratio: float) -> None:
+def test_parts_make_up_the_whole_bit_for_bit(pool, case, mlp_ratio):
     # With five features in the MLP the last of four ranks has none.
     for count, wrong in pool(case.ranks).run(_round_trip, case, mlp_ratio):
         assert count > 40

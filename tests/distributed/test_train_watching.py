@@ -1,9 +1,7 @@
 """Validation and videos of runs on several ranks: as of one, and no rank waits for another for ever."""
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_frozen
@@ -20,8 +18,6 @@ from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, open_samples, open_validation
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.train_sections import ValidationSettings
-
-Pool = Callable[[int], Any]
 
 ZERO3, TENSOR = Case("zero3", 2), Case("hybrid", 2, (("tensor_parallel_degree", 2),))
 
@@ -46,7 +42,7 @@ def _toy(case: Case | None) -> tuple[list[float], list[float]]:
     return losses, validated
 
 
-def test_ranks_share_the_validation(pool: Pool) -> None:
+def test_ranks_share_the_validation(pool):
     losses, validated = _toy(None)
     assert len(set(validated)) == 3
     answers = pool(2).run(_toy, Case("ddp", 2))
@@ -55,9 +51,7 @@ def test_ranks_share_the_validation(pool: Pool) -> None:
     assert answers[0][1] == pytest.approx(validated, rel=1e-6)
 
 
-def _watched(
-    case: Case | None, weights: Path, output: Path, *, steps: int = 2, watches: bool = True
-) -> tuple[list[float], list[float]]:
+def _watched(case: Case | None, weights: Path, output: Path, steps: int = 2) -> tuple[list[float], list[float]]:
     """Return the losses of some steps and those of validations."""
     settings = tiny_training.mmdit_settings(output, weights).replace(
         {
@@ -91,9 +85,8 @@ def _watched(
     losses, validated = [], []
     for _ in range(steps):
         losses.append(trainer.do_step().figures["loss"])
-        if watches:
-            validated.append(validation.run(trainer.step, trainer)["loss"])
-            samples.run(trainer.step, trainer)
+        validated.append(validation.run(trainer.step, trainer)["loss"])
+        samples.run(trainer.step, trainer)
     trainer.batches.close()
     return losses, validated
 
@@ -104,13 +97,13 @@ def _expected(weights: Path, output: Path) -> tuple[list[float], list[float]]:
 
 
 @pytest.fixture(scope="module")
-def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def frozen(tmp_path_factory):
     return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("frozen"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [ZERO3, TENSOR, Case("hybrid", 2, (("ulysses_degree", 2),))], ids=str)
-def test_ranks_validate_and_sample_as_one_process(pool: Pool, case: Case, frozen: Path, tmp_path: Path) -> None:
+def test_ranks_validate_and_sample_as_one_process(pool, case, frozen, tmp_path):
     alone = frozen / "alone"
     losses, validated = _expected(frozen, alone)
     for also_losses, also_validated in pool(case.ranks).run(_watched, case, frozen, tmp_path):
@@ -126,12 +119,8 @@ def test_ranks_validate_and_sample_as_one_process(pool: Pool, case: Case, frozen
 
 
 @pytest.mark.slow
-def test_no_rank_hangs_if_videos_cannot_be_written(pool: Pool, frozen: Path, tmp_path: Path) -> None:
+def test_no_rank_hangs_if_videos_cannot_be_written(pool, frozen, tmp_path):
     (tmp_path / "samples").write_text("in the way of the folder")
     losses, _ = _expected(frozen, frozen / "alone")
-    for found, _ in pool(2).run(_one_step, ZERO3, frozen, tmp_path):
+    for found, _ in pool(2).run(_watched, ZERO3, frozen, tmp_path, 1):
         assert found == pytest.approx(losses[:1], rel=0, abs=1e-5)
-
-
-def _one_step(case: Case, weights: Path, output: Path) -> Any:
-    return _watched(case, weights, output, steps=1)

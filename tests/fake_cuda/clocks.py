@@ -20,7 +20,6 @@ class Clocks:
         return self._of.setdefault(agent, {agent: 0})
 
     def pass_(self, entry: Entry) -> None:
-        """Go on behind an entry."""
         thread = self.of(entry.thread)
         match entry:
             case Collective():

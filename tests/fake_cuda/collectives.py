@@ -27,7 +27,6 @@ class World:
     """The value that a rank has handed to the n-th collective of a group: (ranks, n, rank) -> tensor."""
 
     def machine(self, rank: int) -> str:
-        """Return the name of the machine of a rank."""
         return f"machine-{rank // PER_MACHINE:04d}"
 
     def heard(self, group: tuple[int, ...], number: int, rank: int, *, own: Tensor, by: int) -> Tensor:
@@ -41,8 +40,6 @@ class World:
 
 
 class Collectives:
-    """Those of one rank."""
-
     def __init__(self, world: World, log: Log, storages: Storages, queues: Queues) -> None:
         self._world, self._log, self._storages, self._queues = world, log, storages, queues
         self._works = count()
@@ -55,7 +52,6 @@ class Collectives:
         return [work for work in works if work is not None]
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Log a collective, and return what its operator returns."""
         name = func._opname
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if _is_group(arg))
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -93,7 +89,6 @@ class Collectives:
         return boxed if returns == 1 else (args[0], boxed)
 
     def _tell(self, name: str, args: tuple[Any, ...], ranks: tuple[int, ...]) -> None:
-        """Hand over values that are known."""
         number, own, said = self._called[ranks], self._log.rank, self._world.said
         if name == "broadcast_":
             [tensor], root = args[0], ranks[args[2]]
@@ -123,7 +118,6 @@ class LoggedWork(Work):
         _alive.add(self)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Let the current stream wait, or the host for a collective of its own."""
         agent = self._log.thread if self._queues is None else self._queues.current.queue
         self._log.asked(Awaited, self._number, agent)
         self._tensors.clear()
@@ -131,7 +125,6 @@ class LoggedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done: it may be."""
         return True
 
 

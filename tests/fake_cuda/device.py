@@ -23,7 +23,6 @@ class FakeGenerator(torch.Generator):
     """Stands in for a generator of random numbers on any device."""
 
     def __new__(cls, device: Any = "cpu") -> "FakeGenerator":
-        """Make one of the CPU, which knows for which device it is asked."""
         made: FakeGenerator = super().__new__(cls, device="cpu")
         made.fake_device = torch.device(device)
         return made
@@ -50,7 +49,6 @@ def _can(*given: Any, **options: Any) -> bool:
 
 
 def _functions(memory_bytes: int, log: Log, storages: Storages, queues: Queues) -> dict[str, Callable[..., Any]]:
-    """Return those of `torch.cuda`, by name."""
     state = SimpleNamespace(device=0, fraction=1.0)
     major, minor = _CAPABILITY
     properties = SimpleNamespace(

@@ -40,15 +40,12 @@ come from the host before the first step, one after the other.
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one rank did, and what it had planned."""
-
     rank: int
     log: Log
     chain: Chain
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
         return self.chain.video.hardware.device
 
     @property
@@ -64,8 +61,6 @@ class Turn:
 
 
 class LoggedReporter(SilentReporter):
-    """Writes the stages of a run into the log."""
-
     def __init__(self, log: Log) -> None:
         self._log = log
         self._stages: list[str] = []
@@ -135,5 +130,4 @@ def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
 
 
 def _watched(clip: Clip) -> int:
-    """Take the frames of a video, and return how many there are."""
     return sum(len(piece_THWC) for piece_THWC in clip.pieces)

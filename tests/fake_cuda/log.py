@@ -56,7 +56,6 @@ class Operation(Entry):
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """All of them."""
         return (*self.reads, *self.writes)
 
 
@@ -172,7 +171,6 @@ class Log:
         self.add(kind(self.thread, where(), *fields, **named))
 
     def add(self, entry: Entry) -> None:
-        """Add an entry, and count memory."""
         self.entries.append(entry)
         if isinstance(entry, Allocated | Freed):
             change = entry.num_bytes if isinstance(entry, Allocated) else -entry.num_bytes
@@ -182,7 +180,6 @@ class Log:
 
     @contextmanager
     def on_thread(self, name: str) -> Iterator[None]:
-        """Let another thread of the host ask inside the block."""
         before, self.thread = self.thread, name
         try:
             yield

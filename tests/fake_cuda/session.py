@@ -32,8 +32,6 @@ _PROPAGATE = "_propagate_tensor_meta_non_cached"
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """One rank's turn."""
-
     world: World
     rank: int
     log: Log
@@ -42,12 +40,10 @@ class Rehearsal:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
         return self.queues.device
 
     @property
     def context(self) -> RankContext:
-        """What torchrun would say."""
         return RankContext(
             rank=self.rank,
             local_rank=self.rank % PER_MACHINE,

@@ -25,8 +25,6 @@ class _Known:
 
 
 class Storages:
-    """All that are alive."""
-
     def __init__(self, log: Log) -> None:
         self._log = log
         self._known: dict[int, _Known] = {}
@@ -74,11 +72,9 @@ class Storages:
             self._log.asked(Allocated, known.number, known.device, known.num_bytes, queue)
 
     def lend(self, tensor: Tensor, queue: str) -> None:
-        """Log what `record_stream` asks for."""
         self._log.asked(Lent, self.see(tensor).number, queue)
 
     def operand(self, tensor: Tensor, *, queue: str | None = None) -> Operand:
-        """Return a tensor as it is logged."""
         known = self.see(tensor, queue=queue)
         size, first = tensor.element_size(), tensor.storage_offset()
         last = first
@@ -90,7 +86,6 @@ class Storages:
         )
 
     def address(self, tensor: Tensor) -> int:
-        """Return where a tensor would begin in memory."""
         known = self.see(tensor)
         if known.address is None:
             # As an allocator would, at no multiple of a page.
@@ -99,14 +94,12 @@ class Storages:
         return known.address + tensor.storage_offset() * tensor.element_size()
 
     def lock(self, address: int, num_bytes: int) -> bool:
-        """Pin memory of the host; returns whether it could be."""
         if any(start < address + num_bytes and address < stop for start, stop in self._locked.items()):
             return False
         self._locked[address] = address + num_bytes
         return True
 
     def unlock(self, address: int) -> bool:
-        """Pin memory no longer; returns whether it was."""
         stop = self._locked.pop(address, None)
         if stop is None:
             return False

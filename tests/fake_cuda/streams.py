@@ -30,12 +30,10 @@ class Queues:
 
     @property
     def current(self) -> "FakeStream":
-        """The current stream of the thread that asks."""
         return self._current.get(self.log.thread, self.default)
 
     @contextmanager
     def using(self, stream: "FakeStream | None") -> Iterator[None]:
-        """Make a stream the current one of this thread inside the block; None: as it is."""
         if stream is None:
             yield
             return
@@ -47,7 +45,6 @@ class Queues:
             self._current[self.log.thread] = before
 
     def use(self, stream: "FakeStream") -> None:
-        """Make a stream the current one of this thread."""
         self._current[self.log.thread] = stream
 
     def autograd_current(self) -> int:
@@ -55,20 +52,16 @@ class Queues:
         return self.current.cuda_stream
 
     def autograd_use(self, stream: int) -> None:
-        """Make a stream the current one."""
         self.use(self.all[stream])
 
     def autograd_record(self, stream: int) -> int:
-        """Return the number of a new event, after what is queued on a stream."""
         self._of_autograd.append(self.all[stream].record_event())
         return len(self._of_autograd) - 1
 
     def autograd_wait(self, event: int, stream: int) -> None:
-        """Let what is queued on a stream from now on wait for an event."""
         self._of_autograd[event].wait(self.all[stream])
 
     def synchronize(self) -> None:
-        """Wait for all that is queued."""
         self.log.asked(Synchronized, "device", None, tuple(each.queue for each in self.all))
 
 
@@ -85,25 +78,20 @@ class FakeStream:
         self.queues.all.append(self)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
-        """Return an event after what is queued here."""
         event = event or self.queues.event()
         event.record(self)
         return event
 
     def wait_event(self, event: "FakeEvent") -> None:
-        """Let what is queued from now on wait."""
         event.wait(self)
 
     def wait_stream(self, other: "FakeStream") -> None:
-        """Let what is queued from now on wait for all that is queued there."""
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """Wait, on the host."""
         self.queues.log.asked(Synchronized, "stream", None, (self.queue,))
 
     def query(self) -> bool:
-        """Return whether all is done: it may be."""
         return True
 
     def __enter__(self) -> "FakeStream":
@@ -125,27 +113,22 @@ class FakeEvent:
         self._is_recorded = False
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """Stand for what is queued."""
         self._is_recorded = True
         self.queues.log.asked(Marked, self._mark, (stream or self.queues.current).queue)
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        """Let a stream wait."""
         # One that was never recorded is waited for by nobody.
         if self._is_recorded:
             self.queues.log.asked(Awaited, self._mark, (stream or self.queues.current).queue)
 
     def synchronize(self) -> None:
-        """Wait, on the host."""
         if self._is_recorded:
             self.queues.log.asked(Synchronized, "event", self._mark, ())
 
     def query(self) -> bool:
-        """Return whether all is done: it may be."""
         return True
 
     def elapsed_time(self, end: "FakeEvent") -> float:
-        """Return milliseconds."""
         if not (self._timed and end._timed):
             raise RuntimeError("both events must be created with enable_timing=True")
         return 1.0
@@ -159,7 +142,6 @@ class InlineExecutor:
         self._name = thread_name_prefix or "worker"
 
     def submit(self, task: Callable[..., T], *arguments: Any) -> "Future[T]":
-        """Run a task, and return what it gives to who asks for it."""
         log, number = self._queues.log, next(self._queues.tasks)
         log.asked(Marked, ("handed over", number), log.thread)
         done: Future[T] = _LoggedFuture(log, ("done", number))
@@ -173,7 +155,6 @@ class InlineExecutor:
         return done
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for the tasks that were begun."""
         log = self._queues.log
         if wait:
             done = ("done", next(self._queues.tasks))

@@ -47,7 +47,6 @@ class LoggedTensors(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation."""
         kwargs = kwargs or {}
         if self._is_inside or func.namespace == "prim":
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -173,7 +172,6 @@ class DeviceFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function."""
         if func is functional.scaled_dot_product_attention and args[0].device.type == "cuda":
             return _attend(*args, **(kwargs or {}))
         if func in _CONVOLUTIONS and args[0].device.type == "cuda":
@@ -262,7 +260,6 @@ def _needs_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 @cache
 def _places(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return position and name of the arguments that an operation writes to."""
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -124,7 +124,6 @@ def test_t5_comes_layer_by_layer_where_it_has_no_room(tmp_path):
 
 
 def sampling_stages(log):
-    """Return those of a run and of its draft or first picture."""
     stages = {entry.stage for entry in log.entries if isinstance(entry, Stage)}
     return sorted(stage for stage in stages if stage.endswith("denoise"))
 

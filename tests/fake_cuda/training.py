@@ -43,8 +43,6 @@ MAY_WAIT = lines_of(Trainer.do_step)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one rank did, and with which settings."""
-
     log: Log
     device: torch.device
     settings: TrainSettings

@@ -18,7 +18,6 @@ _RANDOM = ("rand", "normal", "empty", "bernoulli", "multinomial", "uniform")
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
-    """Return what is known of a fake tensor."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 

@@ -83,7 +83,6 @@ def _references(folder: Path, mode: str) -> tuple[str, ...]:
 
 
 def _adapter(folder: Path, transformer: nn.Module) -> Path:
-    """Write an adapter of the linear layers of the blocks."""
     factors = {}
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear) and "_blocks." in name:

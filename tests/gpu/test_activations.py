@@ -1,7 +1,6 @@
 """Activation checkpointing and offload on a CUDA device: pinned copies, and equal gradients."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from opensora_cli.models.attention.torch_kernels import math
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def deterministic(monkeypatch):
     """Kernels that give the same bits each time."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -33,7 +32,7 @@ def model_and_inputs(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_plain_training(dtype: torch.dtype, autocast: bool) -> None:
+def test_gradients_are_those_of_plain_training(dtype, autocast):
     model, arguments = model_and_inputs(dtype)
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         expected = gradients(model, arguments)
@@ -50,7 +49,7 @@ def test_gradients_are_those_of_plain_training(dtype: torch.dtype, autocast: boo
     assert all(copy.is_pinned() for copy in copies)
 
 
-def test_bytes_held_on_the_device() -> None:
+def test_bytes_held_on_the_device():
     model, arguments = model_and_inputs(torch.float32)
 
     def held_bytes() -> int:

@@ -1,8 +1,6 @@
 """`osora bench-comm` over NCCL: one GPU shows that everything runs, two that links are measured."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CU
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Place]:
+def alone(tmp_path):
     """A group of one rank on the first GPU."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -27,7 +25,7 @@ def alone(tmp_path: Path) -> Iterator[Place]:
     dist.destroy_process_group()
 
 
-def test_one_rank_measures(alone: Place) -> None:
+def test_one_rank_measures(alone):
     for collective in Collective:
         if collective is Collective.SEND_RECV:  # NCCL sends nothing to itself
             continue
@@ -37,7 +35,7 @@ def test_one_rank_measures(alone: Place) -> None:
         assert min(seconds) >= 0
 
 
-def test_the_header_names_the_card(alone: Place) -> None:
+def test_the_header_names_the_card(alone):
     header = gather_header(alone.group, alone.device)
     assert header.backend == "nccl"
     assert "NCCL" in header.versions
@@ -45,7 +43,7 @@ def test_the_header_names_the_card(alone: Place) -> None:
 
 
 @several
-def test_all_cards(capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_cards(capfd):
     assert main(["bench-comm", "--json", "--quiet", "--max-bytes", "64MiB", "--scaling", "strong"]) == 0
     document = json.loads(capfd.readouterr().out)
     assert document["shows"] == "speed"

@@ -106,7 +106,6 @@ def locked(monkeypatch):
 
 
 def lie_in(locked, model):
-    """Whether weights of blocks lie in locked memory."""
     places = [range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in locked]
     return any(
         weight.data_ptr() in place for place in places for block in blocks_of(model) for weight in block.parameters()

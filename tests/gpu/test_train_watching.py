@@ -12,7 +12,6 @@ from opensora_cli.media.read import probe
 
 
 def run(output: Path, frozen: Path, **changes: object) -> list[dict[str, object]]:
-    """Train, and return the lines of the log."""
     settings = tiny_training.mmdit_settings(output, frozen).replace(
         {"device": "cuda", "optimizer.name": "adamw", **changes}
     )

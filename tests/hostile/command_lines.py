@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, get_args
 
 from hostile.inputs import BASES, Base, Inputs
-from hostile.sandbox import Folder, Signal
+from hostile.sandbox import Folder
 from hostile.trial import Case
 from hostile.values import PATHS, close_obstacles, hostile_value, put_obstacles
 from pydantic import BaseModel
@@ -96,7 +96,7 @@ def _case(name: str, argv: Sequence[str], base: Base | None, inputs: Inputs, env
         prepare=prepare,
         close=close_obstacles,
         environment=environment,
-        signals=(Signal(_SERVED_S, signal.SIGTERM),) if "serve" in argv else (),
+        signals=((_SERVED_S, signal.SIGTERM),) if "serve" in argv else (),
         # What a changed line names as the place of its results is its own to replace.
         may_change=("work",) if "--overwrite" in argv else replaces,
         may_keep=("home/",) if "--install-completion" in argv else (),

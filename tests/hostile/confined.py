@@ -78,15 +78,9 @@ def _mount(source: str, target: str, flags: int, *, kind: str = "none", options:
 
 
 def confine(folder: Path, *, uid: int | None, limits: Mapping[str, int]) -> None:
-    """Become the user `uid` (None: stay), who writes in `folder` alone.
+    """Become the user `uid` (needs root; None: stay), who writes in `folder` alone; OSError if it can write elsewhere.
 
-    Args:
-        folder: with all that a command may write.
-        uid: needs root.
-        limits: names such as `RLIMIT_FSIZE` to numbers; that of `RLIMIT_DATA` is beside what the process has already.
-
-    Raises:
-        OSError: there is a way to write elsewhere.
+    `limits` are names such as `RLIMIT_FSIZE` to numbers; that of `RLIMIT_DATA` is beside what the process has already.
     """
     if uid is not None:
         os.setgroups([])

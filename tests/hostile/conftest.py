@@ -1,15 +1,13 @@
 """Hostile command lines and files. See CONTRIBUTING.md for how they are run."""
 
-from collections.abc import Iterator
-
 import pytest
-from hostile.inputs import Inputs, make_inputs
+from hostile.inputs import make_inputs
 from hostile.sandbox import NotPossibleError, Sandbox
 from hostile.trial import Trials
 
 
 @pytest.fixture(scope="session")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox():
     """A warm process that every test of this worker shares."""
     box = Sandbox()
     try:
@@ -21,10 +19,10 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def trials(sandbox: Sandbox) -> Trials:
+def trials(sandbox):
     return Trials(sandbox)
 
 
 @pytest.fixture(scope="session")
-def inputs(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+def inputs(sandbox, tmp_path_factory):
     return make_inputs(sandbox, tmp_path_factory.mktemp("inputs") / "made")

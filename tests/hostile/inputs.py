@@ -5,6 +5,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import adapter_styles
@@ -21,15 +22,17 @@ from safetensors.torch import save_file
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
 
+Names = tuple[str, ...]
+
 
 @dataclass(frozen=True)
 class Base:
     """A command line in which nothing is wrong: what it reads, and what it replaces."""
 
     name: str
-    argv: tuple[str, ...]
-    reads: tuple[str, ...] = ()
-    replaces: tuple[str, ...] = ()
+    argv: Names
+    reads: Names = ()
+    replaces: Names = ()
     code: int = 0
     seconds: float = 1.0
     """About how long it takes on an idle core."""
@@ -39,13 +42,17 @@ def _base(name: str, words: str, reads: str = "", replaces: str = "", code: int 
     return Base(name, _words(words), tuple(reads.split()), tuple(replaces.split()), code, seconds)
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _words(text: str) -> Names:
     return tuple(shlex.split(text))
 
 
+_MADE = "made.latents.safetensors"
 _TINY = "generate 'raining sea' --config generate.yaml"
-_WEIGHTS = ("weights.safetensors", "weights.pt", "shards", "colossal", "dcp")
+_PLAIN = "weights.safetensors"
+_WEIGHTS = (_PLAIN, "weights.pt", "shards", "colossal", "dcp")
 _CLIPS = ("clips", "clips.csv")
+_OF_VAE = "vae.yaml clips clips.csv"
+_READ = "clips.yaml frozen clips clips.csv"
 _KINDS = ("torch", "safetensors-shards", "dcp", "colossalai")
 
 BASES: tuple[Base, ...] = (
@@ -58,28 +65,21 @@ BASES: tuple[Base, ...] = (
     _base("generate with adapter", f"{_TINY} --lora adapter:0.5", "generate.yaml tiny adapter"),
     _base("generate with a LoRA file", f"{_TINY} --lora style.safetensors", "generate.yaml tiny style.safetensors"),
     _base("generate again", "generate --from made.mp4.json --weights tiny --out out.mp4", "tiny made.mp4.json"),
-    _base(
-        "generate from latents",
-        "generate --from-latents made.latents.safetensors --weights tiny --out out.mp4",
-        "tiny made.latents.safetensors",
-    ),
-    _base("train vae", "train --config vae.yaml", "vae.yaml clips clips.csv"),
-    _base("train vae", "train --config vae.yaml --json", "vae.yaml clips clips.csv"),
+    _base("generate from latents", f"generate --from-latents {_MADE} --weights tiny --out out.mp4", f"tiny {_MADE}"),
+    _base("train vae", "train --config vae.yaml", _OF_VAE),
+    _base("train vae", "train --config vae.yaml --json", _OF_VAE),
     _base("train mmdit", "train --config mmdit.yaml", "mmdit.yaml frozen clips clips.csv"),
     _base("train plan", "train --config vae.yaml --dry-run", "vae.yaml clips clips.csv", seconds=2.0),
     _base("train resumed", "train --config vae.yaml --resume", "vae.yaml run clips clips.csv", "work/run"),
     _base("train again", "train --config vae.yaml --overwrite", "vae.yaml run clips clips.csv", "work/run"),
     _base("train from", "train --from run/settings.json --set output=other", "run clips clips.csv"),
-    _base("train on clips", "train --config clips.yaml", "clips.yaml frozen clips clips.csv"),
-    _base("train check", "train --config clips.yaml --check-data", "clips.yaml frozen clips clips.csv"),
+    _base("train on clips", "train --config clips.yaml", _READ),
+    _base("train check", "train --config clips.yaml --check-data", _READ),
     _base("train list", "train --list"),
     *(_base(f"inspect {path}", f"ckpt inspect {path} --all", path) for path in _WEIGHTS),
     *(_base(f"verify {path}", f"ckpt verify {path}", path) for path in _WEIGHTS),
     *(_base(f"convert {path}", f"ckpt convert {path} out.safetensors", path) for path in _WEIGHTS),
-    *(
-        _base(f"convert to {kind}", f"ckpt convert weights.safetensors out --format {kind}", "weights.safetensors")
-        for kind in _KINDS
-    ),
+    *(_base(f"convert to {kind}", f"ckpt convert {_PLAIN} out --format {kind}", _PLAIN) for kind in _KINDS),
     _base("convert run", "ckpt convert run out.safetensors --select ema", "run"),
     _base("inspect run", "ckpt inspect run --json", "run"),
     _base("merge", "ckpt merge-lora base.safetensors adapter out.pt", "base.safetensors adapter"),
@@ -88,28 +88,14 @@ BASES: tuple[Base, ...] = (
     _base("scan to parquet", "data scan clips --out table.parquet --json", "clips"),
     _base("scan again", "data scan clips --overwrite", "clips clips.csv", "work/clips.csv"),
     _base("shard", "data shard clips.csv --parts 2", "clips clips.csv"),
-    _base("cache", "data cache --config clips.yaml --out cache", "clips.yaml frozen clips clips.csv"),
-    _base(
-        "cache filled",
-        "data cache --config clips.yaml --out filled",
-        "clips.yaml frozen filled clips clips.csv",
-        "work/filled",
-    ),
-    _base(
-        "train on cache",
-        "train --config clips.yaml --set train_mmdit.cache=filled",
-        "clips.yaml frozen filled clips clips.csv",
-    ),
+    _base("cache", "data cache --config clips.yaml --out cache", _READ),
+    _base("cache filled", "data cache --config clips.yaml --out filled", f"{_READ} filled", "work/filled"),
+    _base("train on cache", "train --config clips.yaml --set train_mmdit.cache=filled", f"{_READ} filled"),
     _base("reconstruct", "vae reconstruct video.mp4 picture.png", "video.mp4 picture.png"),
     _base("reconstruct with run", "vae reconstruct picture.png --config run/settings.json", "run picture.png"),
     _base("stats", "vae stats clips picture.png --json", "clips picture.png"),
     _base("profile", "mem-profile --config generate.yaml --runs 0", "generate.yaml", seconds=2.0),
-    _base(
-        "profile training",
-        "mem-profile --config vae.yaml --runs 1 --plot memory.png --json",
-        "vae.yaml clips clips.csv",
-        seconds=3.0,
-    ),
+    _base("profile training", "mem-profile --config vae.yaml --runs 1 --plot memory.png", _OF_VAE, seconds=3.0),
     _base("environment", "env-check Dockerfile train.sh --no-all-reduce", "Dockerfile train.sh"),
     _base("variables", "env-check --profile local --export"),
     _base("reference", "generate 'a boat' --config reference.py --dry-run", "reference.py", seconds=3.0),
@@ -118,8 +104,6 @@ BASES: tuple[Base, ...] = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """A folder with everything that the bases read."""
-
     folder: Path
 
     def putting(self, base: Base) -> Callable[[Folder], None]:
@@ -142,37 +126,23 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     _write_clips(folder)
     _write_texts(folder)
     inputs = Inputs(folder)
-    _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
+    add = partial(_add, sandbox, inputs)
+    add(("clips",), ("data", "scan", "clips"))
     table = inputs.folder / "clips.csv"
     table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
     made = _words(f"{_TINY} --out made.mp4")
-    _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
-    _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
-    _add(sandbox, inputs, ("vae.yaml", *_CLIPS), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
-    _add(sandbox, inputs, ("generate.yaml", "tiny"), _words(f"{_TINY} --out many.png"))
-    _add(
-        sandbox,
-        inputs,
-        ("weights.safetensors",),
-        ("ckpt", "convert", "weights.safetensors", "shards", "--shard-size", "8KB"),
-    )
+    add(("generate.yaml", "tiny"), made)
+    add(("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
+    add(("vae.yaml", *_CLIPS), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
+    add(("generate.yaml", "tiny"), _words(f"{_TINY} --out many.png"))
+    add((_PLAIN,), ("ckpt", "convert", _PLAIN, "shards", "--shard-size", "8KB"))
     for kind, name in (("dcp", "dcp"), ("colossalai", "colossal"), ("torch", "weights.pt")):
-        arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind)
-        _add(sandbox, inputs, ("weights.safetensors",), arguments)
-    reads = ("clips.yaml", "frozen", *_CLIPS)
-    _add(sandbox, inputs, reads, ("data", "cache", "--config", "clips.yaml", "--out", "filled"))
+        add((_PLAIN,), ("ckpt", "convert", _PLAIN, name, "--format", kind))
+    add(tuple(_READ.split()), ("data", "cache", "--config", "clips.yaml", "--out", "filled"))
     return inputs
 
 
-def _add(
-    sandbox: Sandbox,
-    inputs: Inputs,
-    reads: tuple[str, ...],
-    argv: tuple[str, ...],
-    *,
-    code: int = 0,
-    patch: str | None = None,
-) -> None:
+def _add(sandbox: Sandbox, inputs: Inputs, reads: Names, argv: Names, *, code: int = 0, patch: str = "") -> None:
     with sandbox.folder() as folder:
         inputs.put(Base("", argv, reads), folder)
         sandbox.give_away(folder)

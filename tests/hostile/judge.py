@@ -36,8 +36,6 @@ Tree = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that must not happen."""
-
     kind: str
     text: str
 

@@ -40,17 +40,7 @@ class NotPossibleError(Exception):
 
 
 @dataclass(frozen=True)
-class Signal:
-    """A signal for a command: when, and which."""
-
-    at_s: float
-    number: int
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
-
     code: int | None
     """None if a signal ended it."""
     signal: int | None
@@ -177,7 +167,7 @@ class Sandbox:
         *,
         environment: Mapping[str, str] | None = None,
         limits: Mapping[str, int] | None = None,
-        signals: Sequence[Signal] = (),
+        signals: Sequence[tuple[float, int]] = (),
         limit_s: float = TIME_LIMIT_S,
         grace_s: float = 5.0,
         patch: str | None = None,
@@ -185,21 +175,14 @@ class Sandbox:
         stdout: str = "",
         calls: Sequence[object] = (),
     ) -> Outcome:
-        """Run `osora *argv` in `folder`, and wait for its end.
+        """Run `osora *argv` in `folder`, and wait for its end; it counts as hung after `limit_s`, and is ended.
 
-        Args:
-            argv: what follows `osora`.
-            folder: of `Sandbox.folder`; `give_away` comes first where something was put there.
-            environment: variables beside the usual ones.
-            limits: names such as RLIMIT_FSIZE to numbers, beside `LIMITS`.
-            signals: what to send it meanwhile.
-            limit_s: after which it counts as hung, and is ended.
-            grace_s: in which the processes that it started are to end after it.
-            patch: `module:function` to call before, in the process of the command.
-            uid: in place of nobody's, where the tests run as root.
-            stdout: a device in place of a file, or `pipe` for one that nobody reads.
-            calls: arguments of `failing_calls.arm`. The first such command in `folder` waits before its first call that
-                changes a file, and this one and all later ones go on from there: what is read before has to stay.
+        `environment` and `limits` (names such as RLIMIT_FSIZE to numbers) come beside the usual ones; `signals` are
+        seconds and numbers of what to send it; processes that it started are to end within `grace_s` after it; `patch`
+        is `module:function` to call before; `uid` takes the place of nobody's where the tests run as root; `stdout` is
+        a device in place of a file, or `pipe` for one that nobody reads; `calls` are arguments of `failing_calls.arm`.
+        The first such command in `folder` waits before its first call that changes a file, and this one and all later
+        ones go on from there: what is read before has to stay.
         """
         prints = {name: self._root / f"{name}.txt" for name in ("stdout", "stderr")}
         for path in prints.values():  # a command may be killed before it begins
@@ -213,7 +196,7 @@ class Sandbox:
             "uid": self.uid if uid is None or self.uid is None else uid,
             "environment": {**self.environment(folder), **(environment or {})},
             "limits": {**LIMITS, **(limits or {})},
-            "signals": [(each.at_s, each.number) for each in signals],
+            "signals": list(signals),
             "limit_s": limit_s,
             "grace_s": grace_s,
             "patch": patch,

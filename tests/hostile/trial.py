@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hostile import judge
 from hostile.judge import Fault
-from hostile.sandbox import TIME_LIMIT_S, Folder, Outcome, Sandbox, Signal
+from hostile.sandbox import TIME_LIMIT_S, Folder, Outcome, Sandbox
 
 _TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
 _LONGEST_REPORT = 6000
@@ -38,7 +38,7 @@ class Case:
     may_keep: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
-    signals: Sequence[Signal] = ()
+    signals: Sequence[tuple[float, int]] = ()
     limit_s: float = TIME_LIMIT_S
     uid: int | None = None
     stdout: str = ""
@@ -48,8 +48,6 @@ class Case:
 
 @dataclass
 class Trials:
-    """Runs and judges cases."""
-
     sandbox: Sandbox
 
     def run_all(self, cases: Iterable[Case]) -> None:

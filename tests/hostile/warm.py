@@ -13,6 +13,7 @@ import pkgutil
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -247,9 +248,6 @@ def _osora(argv: list[str], patch: str | None) -> int:
 
 
 def _finish(code: int) -> int:
-    import atexit
-    import threading
-
     try:
         threading._shutdown()
         atexit._run_exitfuncs()

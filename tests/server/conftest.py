@@ -5,14 +5,7 @@ import shutil
 import pytest
 from served import TOKEN, Served
 
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +19,6 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory):
-    """A server that asks for a token."""
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "token").write_text(f"{TOKEN}\n")
     with Served(folder / "serve", "--token-file", str(folder / "token"), "--max-queue", "3") as served:

@@ -21,7 +21,6 @@ def write_sidecar(media, **facts):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a video, a picture in another folder, and files that are no results."""
     folder = tmp_path / "re sults#1"
     (folder / "more").mkdir(parents=True)
     video, picture = folder / "a boat%.mp4", folder / "more" / "snow.png"

@@ -27,7 +27,6 @@ def served(tmp_path):
 
 
 def ranks_of(served):
-    """Return the processes of the ranks, in order."""
     found = {}
     for process in psutil.Process(served.process.pid).children(recursive=True):
         with suppress(psutil.Error):

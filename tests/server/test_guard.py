@@ -16,7 +16,6 @@ async def app(scope, receive, send):
 
 
 def answer(guard, *, path="/v1/videos", bodies=(b"",), **headers):
-    """Return status and headers of the answer."""
     sent = []
     left = [{"type": "http.request", "body": body, "more_body": True} for body in bodies]
     left[-1]["more_body"] = False

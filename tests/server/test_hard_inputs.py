@@ -48,7 +48,6 @@ def nothing_is_left(served):
 
 
 def opened(served, text=""):
-    """Return a connection on which `text` was sent."""
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
     connection.sendall(text.replace("HOST", f"Host: 127.0.0.1:{served.port}\r\n").encode())
     return connection
@@ -77,7 +76,6 @@ def test_a_large_upload_without_a_length_is_refused_while_it_streams(served):
 
 
 def png_bomb():
-    """Return a small PNG file of 50,000 x 50,000 pixels."""
     packer = zlib.compressobj()
     row = bytes(1 + 50_000 // 8)
     pixels = b"".join(packer.compress(row * 1000) for _ in range(50)) + packer.flush()

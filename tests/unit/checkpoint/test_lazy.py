@@ -54,13 +54,6 @@ def test_a_file_that_has_become_shorter_is_an_error(tmp_path):
         lazy.read()
 
 
-def test_functions_of_a_tensor_are_computed_when_it_is_read():
-    tensor = torch.arange(12.0).view(4, 3)
-    found = LazyTensor.of(tensor).map(lambda whole: whole[1:3]).map(torch.Tensor.int)
-    assert (found.shape, found.dtype) == ((2, 3), torch.int32)
-    assert torch.equal(found.read(), tensor[1:3].int())
-
-
 @pytest.mark.parametrize(
     ("value", "dtype", "hint"),
     [(65520.0, torch.float16, "bf16"), (-1e30, torch.float16, "bf16"), (3.4e38, torch.bfloat16, "fp32")],

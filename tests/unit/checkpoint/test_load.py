@@ -2,12 +2,10 @@
 
 import json
 import struct
-import sys
 import weakref
 
 import pytest
 import torch
-from mapped_memory import mapped_files
 from safetensors.torch import save_file
 from torch import nn
 
@@ -186,16 +184,3 @@ def test_data_at_odd_addresses_is_aligned(tmp_path):
     load(model, path)
     assert model.weight.tolist() == [[1.0, 2.0]]
     assert model.weight.data_ptr() % 4 == 0
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of memory")
-def test_processes_share_the_pages(tmp_path):
-    path = tmp_path / "shared.safetensors"
-    save_file({"weight": torch.ones(4096, 1024), "bias": torch.zeros(4096)}, path)
-    with torch.device("meta"):
-        model = nn.Linear(1024, 4096)
-    load_into_module(model, path, device="cpu", dtype=torch.float32)
-    assert model.weight.sum() == 1024 * 4096  # touches every page
-    [file], copied_bytes = mapped_files([model.weight])
-    assert file.endswith(f":{path.stat().st_ino}")
-    assert copied_bytes == 0

@@ -67,12 +67,6 @@ class TestEveryFormat:
         assert os.listdir(tmp_path) == ["source"]
 
 
-def test_metadata_are_written(tmp_path, tensors):
-    for format in (Format.SAFETENSORS, Format.SAFETENSORS_SHARDS):
-        write(tensors, tmp_path / format, format, metadata={"source": "a test"})
-        assert open_checkpoint(tmp_path / format).metadata["source"] == "a test"
-
-
 class TestRefusals:
     @pytest.mark.parametrize(("format", "kind"), [(Format.DCP, "file"), (Format.TORCH, "folder")])
     def test_a_file_in_place_of_a_folder_is_refused_and_the_other_way_round(self, tmp_path, tensors, format, kind):

@@ -71,7 +71,7 @@ def take(source: BatchStream, count: int) -> list[ClipBatch]:
 
 
 @WORKERS
-def test_epochs_follow_each_other_and_numbers_count_on(workers: int) -> None:
+def test_epochs_follow_each_other_and_numbers_count_on(workers):
     batches = take(stream(workers=workers), 14)  # 7 micro-batches an epoch, of which updates of 2 take 6
     assert [batch.number for batch in batches] == [*range(14)]
     assert [batch.epoch for batch in batches] == [0] * 6 + [1] * 6 + [2] * 2
@@ -79,14 +79,14 @@ def test_epochs_follow_each_other_and_numbers_count_on(workers: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_share_out_what_one_process_has(ranks: int) -> None:
+def test_ranks_share_out_what_one_process_has(ranks):
     alone = take(stream(micro_batches=4, count=60), 20)
     shared = [take(stream(micro_batches=4, count=60, rank=rank, ranks=ranks), 20 // ranks) for rank in range(ranks)]
     assert [batch for batches in zip(*shared, strict=True) for batch in batches] == alone
 
 
 @pytest.mark.parametrize(("workers", "updates"), [(0, 1), (0, 3), (2, 5)])
-def test_a_resumed_stream_goes_on_exactly(workers: int, updates: int) -> None:
+def test_a_resumed_stream_goes_on_exactly(workers, updates):
     straight = take(stream(workers=workers), 16)
     first, second = stream(workers=workers), stream(workers=workers)
     for _ in range(2 * updates):
@@ -98,7 +98,7 @@ def test_a_resumed_stream_goes_on_exactly(workers: int, updates: int) -> None:
 
 
 @pytest.mark.parametrize("updates", [3, 4])
-def test_the_state_does_not_depend_on_the_number_of_ranks(updates: int) -> None:
+def test_the_state_does_not_depend_on_the_number_of_ranks(updates):
     states = []
     for rank, ranks in ((0, 1), (0, 2), (1, 2), (3, 4)):
         source = stream(micro_batches=4, count=60, rank=rank, ranks=ranks)
@@ -108,7 +108,7 @@ def test_the_state_does_not_depend_on_the_number_of_ranks(updates: int) -> None:
     assert states[0]["number"] == 4 * updates
 
 
-def test_the_state_of_one_is_resumed_by_several_with_other_updates() -> None:
+def test_the_state_of_one_is_resumed_by_several_with_other_updates():
     alone = stream(micro_batches=2, count=60)
     first = take(alone, 6)
     shared = []
@@ -121,7 +121,7 @@ def test_the_state_of_one_is_resumed_by_several_with_other_updates() -> None:
 
 
 @WORKERS
-def test_the_state_is_that_after_the_last_whole_update_whatever_was_read(workers: int) -> None:
+def test_the_state_is_that_after_the_last_whole_update_whatever_was_read(workers):
     source = stream(workers=workers)
     numbers = []
     for _ in range(5):
@@ -132,7 +132,7 @@ def test_the_state_is_that_after_the_last_whole_update_whatever_was_read(workers
     assert take(source, 2) == take(stream(), 6)[4:]
 
 
-def test_other_data_begin_with_the_next_epoch_and_a_warning() -> None:
+def test_other_data_begin_with_the_next_epoch_and_a_warning():
     source, other = stream(), stream(fingerprint="other", seed=7)
     take(source, 8)
     other.load_state_dict(source.state_dict())
@@ -161,7 +161,7 @@ def failing(request: ClipRequest) -> str:
     [(refusing, FileProblem, "3 others of its bucket cannot be read"), (failing, ZeroDivisionError, "while reading")],
 )
 @WORKERS
-def test_an_error_names_the_file(workers: int, load: Any, kind: type[Exception], said: str) -> None:
+def test_an_error_names_the_file(workers, load, kind, said):
     source = stream(workers=workers, load=load)
     with pytest.raises(kind) as caught:
         source.next()
@@ -171,7 +171,7 @@ def test_an_error_names_the_file(workers: int, load: Any, kind: type[Exception],
     assert said in text
 
 
-def test_a_crashed_worker_names_its_file() -> None:
+def test_a_crashed_worker_names_its_file():
     source = stream(workers=1, load=crashing)
     with pytest.raises(HardwareError, match=r"ended from outside.*5\.mp4") as caught:
         take(source, 7)
@@ -194,9 +194,7 @@ def have_ended(processes: Sequence[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_workers_end_with_the_stream_even_while_an_error_is_handled(
-    monkeypatch: pytest.MonkeyPatch, hangs: bool
-) -> None:
+def test_workers_end_with_the_stream_even_while_an_error_is_handled(monkeypatch, hangs):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     before = psutil.Process().children()
     source = stream(workers=2)
@@ -212,7 +210,7 @@ def test_workers_end_with_the_stream_even_while_an_error_is_handled(
     assert have_ended(children)
 
 
-def test_workers_leave_signals_to_the_process_that_trains() -> None:
+def test_workers_leave_signals_to_the_process_that_trains():
     before = psutil.Process().children()
     source = stream(workers=2)
     first = source.next()
@@ -223,7 +221,7 @@ def test_workers_leave_signals_to_the_process_that_trains() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers look for their parent every 5 s")
-def test_workers_end_with_a_process_that_is_killed() -> None:
+def test_workers_end_with_a_process_that_is_killed():
     def train() -> None:
         source = stream(workers=2, count=3000)
         source.next()
@@ -259,7 +257,7 @@ def collecting(request: ClipRequest) -> str:
     return request.path
 
 
-def test_workers_never_collect_what_the_process_had_before(tmp_path: Path) -> None:
+def test_workers_never_collect_what_the_process_had_before(tmp_path):
     note = tmp_path / "note"
     gc.disable()
     try:
@@ -270,7 +268,7 @@ def test_workers_never_collect_what_the_process_had_before(tmp_path: Path) -> No
     assert not note.exists()
 
 
-def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(monkeypatch):
     def full(self: torch.Tensor) -> None:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
@@ -286,9 +284,7 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(mo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of its half-made iterator
-def test_workers_that_were_started_before_another_failed_do_not_outlive_the_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_that_were_started_before_another_failed_do_not_outlive_the_error(monkeypatch):
     # Two queues: one for results, and one for the first worker.
     queues = iter([torch.multiprocessing.Queue(), torch.multiprocessing.Queue()])
 
@@ -307,7 +303,7 @@ def test_workers_that_were_started_before_another_failed_do_not_outlive_the_erro
     assert not any(worker.is_alive() for worker in left)
 
 
-def test_workers_share_every_tensor_of_a_batch() -> None:
+def test_workers_share_every_tensor_of_a_batch():
     whole, part = torch.ones(3), torch.arange(4)
     request = Numbered().request(0)
     pixels = ClipBatch(number=0, epoch=0, requests=(request,), pixels_BTHWC=torch.zeros(8), cached=None)

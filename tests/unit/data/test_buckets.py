@@ -20,13 +20,13 @@ def samples(*rows: tuple[int, int, int, float]) -> Samples:
 
 
 @pytest.fixture
-def buckets() -> Buckets:
+def buckets():
     small = resolution("small", 1000, {1: (1.0, 4), 5: (1.0, 2)})
     large = resolution("large", 4000, {1: (0.5, 2), 9: (0.25, 1)})
     return Buckets([small, large], fps_max=24)
 
 
-def test_buckets_are_listed_by_resolution_then_length_the_largest_first(buckets: Buckets) -> None:
+def test_buckets_are_listed_by_resolution_then_length_the_largest_first(buckets):
     kinds = [(buckets[i].resolution, buckets[i].num_frames, buckets[i].aspect_ratio) for i in range(len(buckets))]
     assert kinds == [
         (name, n, ratio) for name, n in (("large", 9), ("large", 1), ("small", 5), ("small", 1)) for ratio in SIZES
@@ -48,22 +48,20 @@ def test_buckets_are_listed_by_resolution_then_length_the_largest_first(buckets:
         ((4, 64, 64, 24.0), None),  # a video never goes to a bucket of pictures
     ],
 )
-def test_the_bucket_of_a_sample(
-    buckets: Buckets, row: tuple[int, int, int, float], expected: tuple[str, int, str] | None
-) -> None:
+def test_the_bucket_of_a_sample(buckets, row, expected):
     index = int(buckets.assign(samples(row), np.zeros((1, 2)))[0])
     found = None if index == NO_BUCKET else buckets[index]
     assert (found and (found.resolution, found.num_frames, found.aspect_ratio)) == expected
 
 
-def test_who_is_turned_away_tries_the_next_resolution(buckets: Buckets) -> None:
+def test_who_is_turned_away_tries_the_next_resolution(buckets):
     many = samples(*[(9, 64, 64, 24.0)] * 3, *[(1, 64, 64, np.nan)] * 3)
     draws = np.array([[0.0, 0.9], [0.24, 0.9], [0.25, 0.9], [0.49, 0.9], [0.5, 0.9], [0.9, 0.9]])
     found = [(buckets[i].resolution, buckets[i].num_frames) for i in buckets.assign(many, draws)]
     assert found == [("large", 9), ("large", 9), ("small", 5), ("large", 1), ("small", 1), ("small", 1)]
 
 
-def test_reachable_stops_at_a_probability_of_one_and_leaves_out_zero() -> None:
+def test_reachable_stops_at_a_probability_of_one_and_leaves_out_zero():
     lengths = {1: (0.0, 1), 5: (1.0, 1)}
     all_three = [
         resolution(name, pixels, lengths if name == "b" else {1: (0.5, 1), 5: (0.5, 1)})

@@ -2,7 +2,6 @@
 
 import io
 import struct
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def box(name: bytes, content: bytes) -> bytes:
 
 class TestShapeOfPixels:
     @pytest.mark.parametrize(("aspect", "size"), [((2, 1), (64, 128)), ((1, 2), (128, 64)), ((10, 11), (70, 64))])
-    def test_pixels_become_square(self, tmp_path: Path, aspect: tuple[int, int], size: tuple[int, int]) -> None:
+    def test_pixels_become_square(self, tmp_path, aspect, size):
         path = write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(*aspect))
         facts = probe(path)
         frame = read_video(path).frames_THWC[0]
@@ -61,7 +60,7 @@ class TestShapeOfPixels:
         expected = torch.from_numpy(np.array(Image.fromarray(pattern()).resize(size[::-1]))).float()
         assert (frame.float() - expected).abs().mean() < 3
 
-    def test_limit_of_pixels_counts_the_stretched_frame(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_limit_of_pixels_counts_the_stretched_frame(self, tmp_path, monkeypatch):
         monkeypatch.setattr(containers, "_MOST_PIXELS", 64 * 128)
         assert probe(write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(2))).width == 128
         with pytest.raises(MediaError, match="has frames of 64 x 64 pixels, and at most 2,730 are read"):
@@ -69,13 +68,13 @@ class TestShapeOfPixels:
 
 
 class TestTracks:
-    def test_cover_is_not_the_video(self, tmp_path: Path) -> None:
+    def test_cover_is_not_the_video(self, tmp_path):
         path = write_tracks(tmp_path / "a.mp4", pattern())
         path.write_bytes(with_cover(path.read_bytes()))
         assert probe(path).num_frames == 3
         assert read_video(path).frames_THWC.shape == (3, 64, 64, 3)
 
-    def test_sound_with_a_cover_has_no_pictures(self, tmp_path: Path) -> None:
+    def test_sound_with_a_cover_has_no_pictures(self, tmp_path):
         path = tmp_path / "a.mp4"
         with av.open(str(path), "w") as container:
             track = container.add_stream("aac", rate=8000)
@@ -87,7 +86,7 @@ class TestTracks:
         with pytest.raises(MediaError, match="has no picture track"):
             probe(path)
 
-    def test_default_track_is_read(self, tmp_path: Path) -> None:
+    def test_default_track_is_read(self, tmp_path):
         small, large = pattern(32, 32), pattern(64, 96)
         path = write_tracks(tmp_path / "a.mkv", small, large, track1=Disposition.default)
         assert read_video(path).frames_THWC.shape[1:3] == (64, 96)
@@ -110,7 +109,7 @@ class TestColors:
     BARS = np.array([[191, 191, 191], [191, 191, 0], [0, 191, 191], [0, 191, 0], [191, 0, 191], [191, 0, 0]], np.uint8)
 
     @pytest.mark.parametrize(("height", "width", "space"), [(720, 1280, "ITU709"), (480, 640, "ITU601")])
-    def test_untagged_video_is_read_by_its_size(self, tmp_path: Path, height: int, width: int, space: str) -> None:
+    def test_untagged_video_is_read_by_its_size(self, tmp_path, height, width, space):
         bars = np.repeat(np.repeat(self.BARS[None], height, 0), width // 6, 1)[:, : width - width % 6]
         bars = np.pad(bars, ((0, 0), (0, width - bars.shape[1]), (0, 0)))
         path = tmp_path / "a.mp4"
@@ -134,7 +133,7 @@ class TestColors:
             pytest.param("arib-std-b67", (0.33936, 0.74991, 1.0), marks=pytest.mark.slow),
         ],
     )
-    def test_hdr_keeps_white_and_order(self, tmp_path: Path, transfer: str, levels: Sequence[float]) -> None:
+    def test_hdr_keeps_white_and_order(self, tmp_path, transfer, levels):
         """Levels of the formulas of ITU-R BT.2100 for gray of 20 and 203 cd/m², and a highlight."""
         path = tmp_path / "a.mp4"
         with av.open(str(path), "w") as container:
@@ -157,7 +156,7 @@ class TestColors:
         assert 245 <= white < highlight <= 255
 
     @pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "webp"])
-    def test_color_profile_is_applied(self, tmp_path: Path, ending: str) -> None:
+    def test_color_profile_is_applied(self, tmp_path, ending):
         """A profile with the primaries of sRGB, of which red and blue are exchanged."""
         profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
         for old, new in ((b"rXYZ", b"____"), (b"bXYZ", b"rXYZ"), (b"____", b"bXYZ"), (b"s\0R\0G\0B", b"o\0t\0h\0e")):
@@ -168,7 +167,7 @@ class TestColors:
         assert read[4, 4].float().numpy() == pytest.approx([90, 180, 60], abs=4)
 
     @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
-    def test_transparent_parts_are_white(self, tmp_path: Path, mode: str) -> None:
+    def test_transparent_parts_are_white(self, tmp_path, mode):
         """The colors under transparency are the rest of an editor's work."""
         path = tmp_path / "a.png"
         if mode == "RGB":
@@ -180,7 +179,7 @@ class TestColors:
 
 @pytest.mark.parametrize("ending", ["jpg", "tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_is_applied_once(tmp_path: Path, ending: str, orientation: int) -> None:
+def test_orientation_is_applied_once(tmp_path, ending, orientation):
     """Pillow applies the one of TIFF while it decodes."""
     picture = Image.fromarray(pattern(48, 80))
     exif = Image.Exif()
@@ -196,9 +195,7 @@ def test_orientation_is_applied_once(tmp_path: Path, ending: str, orientation: i
 class TestAnimations:
     @pytest.mark.parametrize(("duration", "fps"), [(0, 10), (10, 10), (20, 50), (40, 25)])
     @pytest.mark.parametrize("ending", ["gif", "webp", "png"])
-    def test_short_frames_last_as_long_as_in_browsers(
-        self, tmp_path: Path, ending: str, duration: int, fps: float
-    ) -> None:
+    def test_short_frames_last_as_long_as_in_browsers(self, tmp_path, ending, duration, fps):
         frames = [Image.new("RGB", (16, 16), (50 * index, 9, 9)) for index in range(4)]
         path = tmp_path / f"a.{ending}"
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration)

@@ -52,13 +52,12 @@ def numbered(count: int, *, height: int = 32, width: int = 32) -> torch.Tensor:
 
 
 def levels(frames_THWC: torch.Tensor) -> list[int]:
-    """Return which of `numbered` each frame is."""
     return [round(value / 10) for value in frames_THWC.float().mean(dim=(1, 2, 3)).tolist()]
 
 
 class TestPictures:
     @pytest.mark.parametrize("ending", ["png", "webp", "bmp", "tiff", "gif", "jpg", "jp2"])
-    def test_formats(self, tmp_path: Path, ending: str) -> None:
+    def test_formats(self, tmp_path, ending):
         path = tmp_path / f"a.{ending}"
         Image.fromarray(red_left_green_top().numpy()).save(path, quality=95)
         picture = read_picture(path)
@@ -67,7 +66,7 @@ class TestPictures:
         assert (picture.float() - red_left_green_top().float()).abs().mean() < 12
         assert is_picture(path)
 
-    def test_the_content_counts_and_not_the_name(self, tmp_path: Path) -> None:
+    def test_the_content_counts_and_not_the_name(self, tmp_path):
         Image.fromarray(red_left_green_top().numpy()).save(tmp_path / "a.mp4", format="PNG")
         write_video(tmp_path / "b.mp4", numbered(3)).rename(tmp_path / "b.png")
         assert is_picture(tmp_path / "a.mp4")
@@ -76,13 +75,13 @@ class TestPictures:
         assert levels(read_video(tmp_path / "b.png").frames_THWC) == [0, 1, 2]
 
     @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
-    def test_every_colour_mode_becomes_rgb(self, tmp_path: Path, mode: str) -> None:
+    def test_every_colour_mode_becomes_rgb(self, tmp_path, mode):
         grey = Image.new("RGB", (8, 8), (255, 255, 255))
         path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
         grey.convert(mode).save(path)
         assert read_picture(path).tolist() == [[[255, 255, 255]] * 8] * 8
 
-    def test_sixteen_bits_of_colour_become_eight(self, tmp_path: Path) -> None:
+    def test_sixteen_bits_of_colour_become_eight(self, tmp_path):
         def chunk(name: bytes, content: bytes) -> bytes:
             return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
@@ -95,7 +94,7 @@ class TestPictures:
 
 class TestVideos:
     @pytest.mark.parametrize("format_", ["gif", "webp"])
-    def test_animated_pictures_are_videos(self, tmp_path: Path, format_: str) -> None:
+    def test_animated_pictures_are_videos(self, tmp_path, format_):
         path = tmp_path / f"a.{format_}"
         first, *others = (Image.fromarray(frame.numpy()) for frame in numbered(12))
         first.save(path, save_all=True, append_images=others, duration=80)
@@ -105,7 +104,7 @@ class TestVideos:
         assert clip.fps == 12.5
 
     @pytest.mark.parametrize("quarter_turns", [1, 2, 3])
-    def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int) -> None:
+    def test_phone_videos_are_turned_upright(self, tmp_path, quarter_turns):
         stored = red_left_green_top().expand(3, -1, -1, -1)
         path = write_video(tmp_path / "a.mp4", stored, degrees=90.0 * quarter_turns)
         upright = red_left_green_top().rot90(quarter_turns, dims=(0, 1))
@@ -113,7 +112,7 @@ class TestVideos:
         assert frames.shape[1:] == upright.shape
         assert (frames[1].float() - upright.float()).abs().mean() < 12
 
-    def test_only_the_frames_asked_for_are_held(self, tmp_path: Path) -> None:
+    def test_only_the_frames_asked_for_are_held(self, tmp_path):
         frames = numbered(25, height=64, width=64).repeat(8, 1, 1, 1)
         path = write_video(tmp_path / "a.mp4", frames)
         animation = write_media([frames], tmp_path / "a.gif", fps=9, format="gif")
@@ -137,7 +136,7 @@ class TestProblems:
         return error.message
 
     @pytest.mark.parametrize("read", [is_picture, read_picture, read_video])
-    def test_missing_empty_folder(self, tmp_path: Path, read: object) -> None:
+    def test_missing_empty_folder(self, tmp_path, read):
         assert callable(read)
         (tmp_path / "empty.png").touch()
         for name, cause in {"missing.png": "does not exist", "empty.png": "is empty", ".": "it is a folder"}.items():
@@ -145,17 +144,7 @@ class TestProblems:
                 read(tmp_path / name)
             self.one_line(caught.value, tmp_path / name)
 
-    def test_a_picture_of_absurd_size_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = tmp_path / "a.png"
-        Image.new("1", (64, 64)).save(path)
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-        with pytest.raises(MediaError, match=r"a\.png cannot be read as a picture: Image size .* exceeds") as caught:
-            read_picture(path)
-        self.one_line(caught.value, path)
-
-    def test_an_animation_of_too_many_pixels_in_all_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_animation_of_too_many_pixels_in_all_is_refused(self, tmp_path, monkeypatch):
         path = write_media([numbered(4)], tmp_path / "a.gif", fps=9, format="gif")
         monkeypatch.setattr(pictures, "_MOST_PIXELS", 4 * 32 * 32 - 1)
         with pytest.raises(MediaError, match="has 4 frames of 32 x 32 pixels, and at most 4,095 pixels") as caught:
@@ -165,7 +154,7 @@ class TestProblems:
         assert len(read_video(path).frames_THWC) == 4
 
     @pytest.mark.parametrize("from_end", [False, True])
-    def test_too_short_says_how_many_there_are(self, tmp_path: Path, from_end: bool) -> None:
+    def test_too_short_says_how_many_there_are(self, tmp_path, from_end):
         path = write_video(tmp_path / "a.mp4", numbered(5))
         with pytest.raises(MediaError, match="has 5 frames, but 33 are needed") as caught:
             read_video(path, num_frames=33, from_end=from_end)
@@ -180,9 +169,7 @@ class TestProblems:
         ("fragments.mp4", {"movflags": "frag_keyframe+empty_moov"}),
     ],
 )
-def test_frames_that_a_cut_has_left_without_those_they_need_are_skipped(
-    tmp_path: Path, name: str, settings: dict[str, str]
-) -> None:
+def test_frames_that_a_cut_has_left_without_those_they_need_are_skipped(tmp_path, name, settings):
     whole, part = tmp_path / "whole.mp4", tmp_path / name
     options = {"x264-params": "open-gop=1:keyint=12:min-keyint=12:bframes=3:scenecut=0:b-adapt=0"}
     with av.open(str(whole), "w") as target:
@@ -206,7 +193,7 @@ def test_frames_that_a_cut_has_left_without_those_they_need_are_skipped(
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "animated GIF", "MP4", "MKV"])
-def test_what_is_cut_at_any_tenth_is_read_or_refused_in_a_line(tmp_path: Path, kind: str) -> None:
+def test_what_is_cut_at_any_tenth_is_read_or_refused_in_a_line(tmp_path, kind):
     path = tmp_path / "clip"
     levels = np.random.default_rng(0).integers(256, size=(40, 48, 3), dtype=np.uint8)
     if kind in ("MP4", "MKV"):
@@ -230,7 +217,7 @@ def test_what_is_cut_at_any_tenth_is_read_or_refused_in_a_line(tmp_path: Path, k
     assert all(str(path) in message and message.isprintable() for message in refused)
 
 
-def test_pictures_of_gigantic_sizes_are_refused_before_they_take_memory(tmp_path: Path) -> None:
+def test_pictures_of_gigantic_sizes_are_refused_before_they_take_memory(tmp_path):
     for name, content in picture_bombs().items():
         path = tmp_path / name
         path.write_bytes(content)

@@ -44,7 +44,6 @@ def publish(
 
 
 def extra_path(media: Path) -> Path:
-    """Return where the extra of a result is."""
     return media.with_name("extra.txt")
 
 
@@ -95,7 +94,7 @@ KILLS = {
 """Kind, what is there before, and what is written -> the states that kills leave, in their order."""
 
 
-def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(tmp_path: Path) -> None:
+def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(tmp_path):
     for found, order in zip(killing.run_script(__file__, tmp_path / "work"), KILLS.values(), strict=True):
         assert len(found) > 10
         assert found == sorted(found, key=order.index)
@@ -122,9 +121,7 @@ def failing_at(name: str) -> Callable[..., None]:
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("before", ["nothing", "old", "older"])
 @pytest.mark.parametrize("name", ["a.mp4", "a.mp4.json", "extra.txt"])
-def test_a_step_that_fails_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, before: str, folder: bool
-) -> None:
+def test_a_step_that_fails_is_undone(tmp_path, monkeypatch, name, before, folder):
     media = tmp_path / "a.mp4"
     if before != "nothing":
         publish(media, before, folder=folder)
@@ -137,9 +134,7 @@ def test_a_step_that_fails_is_undone(
     assert state(media) == "new"
 
 
-def test_where_names_cannot_be_swapped_new_media_stay_when_a_later_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_names_cannot_be_swapped_new_media_stay_when_a_later_step_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_swap_in_one_step", lambda *_: False)
     media = tmp_path / "a.mp4"
     publish(media, "old")
@@ -152,7 +147,7 @@ def test_where_names_cannot_be_swapped_new_media_stay_when_a_later_step_fails(
     assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json", "extra.txt"]
 
 
-def test_an_extra_of_others_is_kept(tmp_path: Path) -> None:
+def test_an_extra_of_others_is_kept(tmp_path):
     media = tmp_path / "a.mp4"
     extra_path(media).write_text("theirs")
     with pytest.raises(OutputError, match=r"extra\.txt exists already"):
@@ -161,7 +156,7 @@ def test_an_extra_of_others_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_ctrl_c_waits_until_both_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_until_both_have_their_names(tmp_path, monkeypatch):
     take_name = results.take_name
 
     def interrupted(*names: Path, **options: bool) -> None:
@@ -178,7 +173,7 @@ def test_ctrl_c_waits_until_both_have_their_names(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mp4.json"])
 @pytest.mark.parametrize("meanwhile", [False, True])
-def test_what_others_made_is_kept_unless_it_is_to_be_replaced(tmp_path: Path, name: str, meanwhile: bool) -> None:
+def test_what_others_made_is_kept_unless_it_is_to_be_replaced(tmp_path, name, meanwhile):
     media, theirs = tmp_path / "a.mp4", tmp_path / name
 
     def write(*, replace: bool) -> None:
@@ -201,9 +196,7 @@ def test_what_others_made_is_kept_unless_it_is_to_be_replaced(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("before", ["pair", "sidecar", "theirs"])
-def test_where_no_sidecar_is_wanted_an_old_one_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
-) -> None:
+def test_where_no_sidecar_is_wanted_an_old_one_goes(tmp_path, monkeypatch, before):
     media, sidecar = tmp_path / "a.mp4", tmp_path / "a.mp4.json"
     publish(media, "old")
     if before == "theirs":
@@ -227,7 +220,7 @@ def test_where_no_sidecar_is_wanted_an_old_one_goes(
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_folder_never_gives_way_to_a_file_nor_a_file_to_a_folder(tmp_path: Path, folder: bool) -> None:
+def test_a_folder_never_gives_way_to_a_file_nor_a_file_to_a_folder(tmp_path, folder):
     media = tmp_path / "a"
     publish(media, "old", folder=not folder)
     with pytest.raises(OutputError, match="is no result of this format"):
@@ -238,7 +231,7 @@ def test_a_folder_never_gives_way_to_a_file_nor_a_file_to_a_folder(tmp_path: Pat
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
 @pytest.mark.parametrize("folder", [False, True])
-def test_what_a_link_points_to_stays(tmp_path: Path, folder: bool) -> None:
+def test_what_a_link_points_to_stays(tmp_path, folder):
     media = tmp_path / "out" / "a"
     publish(tmp_path / "mine", "old", folder=folder)
     media.parent.mkdir()
@@ -248,7 +241,7 @@ def test_what_a_link_points_to_stays(tmp_path: Path, folder: bool) -> None:
     assert (state(media), state(tmp_path / "mine")) == ("new", "old")
 
 
-def test_only_a_sidecar_of_ours_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_only_a_sidecar_of_ours_is_in_nobodys_way(tmp_path):
     media, sidecar = tmp_path / "a.mp4", tmp_path / "a.mp4.json"
     publish(media, "old")
     ours = sidecar.read_text()

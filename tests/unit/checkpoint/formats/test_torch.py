@@ -141,9 +141,6 @@ class TestWriting:
         with zipfile.ZipFile(written) as archive:
             assert archive.testzip() is None
 
-    def test_we_read_it(self, written):
-        assert bit_equal(opened(written), of_all_kinds())
-
 
 class TestBrokenFiles:
     def test_a_file_cut_anywhere_is_refused(self, tmp_path):

@@ -35,7 +35,6 @@ def demo_model() -> ModelSettings:
 
 
 def write_few_steps(folder: Path, metadata: dict[str, str] | None = None) -> Path:
-    """Write an adapter for the demo that asks for `FEW`, or with other metadata."""
     write_lora(folder, transformer_on_meta(demo_model()), like=r"single_blocks\.0\.linear2")
     file = folder / "adapter_model.safetensors"
     save_file(load_file(file), file, metadata=sampling_metadata(DEMO, FEW) if metadata is None else metadata)

@@ -11,7 +11,6 @@ import torch
 from adapter_styles import kohya
 from closeness import assert_close
 from estimated_stages import beside_weights, estimated, measured
-from mapped_memory import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from storage_sizes import storage_bytes
 from tiny_adapters import draw, factors, write_adapter, write_lora
@@ -26,9 +25,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import models
-from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.sidecar import sample_settings
@@ -88,7 +85,6 @@ def base(tmp_path_factory) -> Path:
 
 
 def merged(base: Path, folder: Path, *adapters: tuple[Path, float]) -> Path:
-    """Return a folder with the transformer and adapters merged into it."""
     for index, (adapter, scale) in enumerate(adapters):
         target = folder / f"{index}" / "transformer.safetensors"
         target.parent.mkdir(parents=True)
@@ -158,14 +154,6 @@ class TestAddLoras:
             expected = transformer(**given)
         assert_close(found, expected)
 
-    @needs_maps
-    def test_the_weights_stay_mapped_from_their_file(self, everything, tmp_path):
-        # In the dtype that the demo's file has, no copy is made.
-        dtype = str(load_file(TRANSFORMER)["img_in.weight"].dtype).removeprefix("torch.")
-        transformer = models.load_transformer(plan_of(str(everything), **{"runtime.dtype": dtype}))
-        weights = [weight for name, weight in transformer.named_parameters() if ".lora_" not in name]
-        assert are_mapped(weights, TRANSFORMER)
-
 
 @pytest.mark.usefixtures("without_estimates")
 class TestOpenLoras:
@@ -206,17 +194,6 @@ class TestOpenLoras:
         shutil.copytree(style, tmp_path / "run" / "lora")
         of_run, of_folder = plan_of(str(tmp_path / "run"), str(tmp_path / "run" / "lora")).loras
         assert of_run.sha256 == of_folder.sha256
-
-    def test_the_plan_lists_them(self, style, everything):
-        plan = plan_of(f"{style}:0.8", str(everything))
-        first, second = PlanDocument.of(alone(plan)).to_json()["jobs"][0]["loras"]
-        assert (first["path"], first["scale"], first["ranks"][-1]) == (str(style), 0.8, 4)
-        assert (second["scale"], second["ranks"][-1]) == (1.0, 3)
-        assert first["sha256"] != second["sha256"]
-        lines = [line for line in PlanDocument.of(alone(plan)).lines() if line.startswith("lora")]
-        assert lines[0].startswith(f"lora      {style} x 0.8: rank 4 in 56 layers, ")
-        assert len(lines) == 2
-        assert PlanDocument.of(alone(plan_of())).to_json()["jobs"][0]["loras"] == []
 
 
 @pytest.mark.usefixtures("without_estimates")

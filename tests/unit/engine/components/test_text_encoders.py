@@ -20,24 +20,10 @@ from opensora_cli.models.text.sizes import T5_VOCABULARIES, missing_files
 
 SENTENCES = ["a night boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
 T5_SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
-CLIP_SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 12,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 3,
-}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
+CLIP_SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+CLIP_SIZES |= {"max_position_embeddings": 12, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 8, "patch_size": 4}
 
 
 def save_model(folder, model_class, config):

@@ -7,7 +7,6 @@ from tiny_transformer import inputs, transformer
 from torch import Tensor
 
 from opensora_cli.engine.components import velocity
-from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.velocity import (
     GuidedVelocity,
     PromptEmbeds,
@@ -18,7 +17,6 @@ from opensora_cli.models.mmdit.blocks import modulation_layers
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep
-from opensora_cli.settings.load import load_preset
 
 ALL = tuple(Branch)
 TOKENS = 12 + 5
@@ -140,17 +138,12 @@ def test_modulation_of_known_times_is_computed_once(few_tokens: int, monkeypatch
 
 
 def test_modulation_comes_first_if_it_is_less_than_its_weights() -> None:
-    demo, released = mmdit_config(load_preset("demo", prompt="any").model), MMDiTConfig()
-    assert modulation_values(51, demo) == 2 * 51 * (12 * 2 + 3 * 8 + 2) * 256
-    assert modulation_comes_first(51, demo)
-    assert modulation_comes_first(51, released)
-    assert not modulation_comes_first(128, demo)
+    config = transformer().config
+    weights = sum(transformer().get_submodule(path).weight.numel() for path in modulation_layers(config))
+    rows = config.hidden_size // 2
+    assert modulation_values(rows, config) == weights
+    assert not modulation_comes_first(rows, config)
+    assert modulation_comes_first(rows - 1, config)
     # Half a GiB in bf16.
-    assert modulation_comes_first(127, released)
-    assert not modulation_comes_first(128, released)
-    model = transformer()
-    weights = sum(model.get_submodule(path).weight.numel() for path in modulation_layers(model.config))
-    rows = model.config.hidden_size // 2
-    assert modulation_values(rows, model.config) == weights
-    assert not modulation_comes_first(rows, model.config)
-    assert modulation_comes_first(rows - 1, model.config)
+    assert modulation_comes_first(127, MMDiTConfig())
+    assert not modulation_comes_first(128, MMDiTConfig())

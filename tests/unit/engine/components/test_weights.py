@@ -29,7 +29,6 @@ def empty_machine(tmp_path, monkeypatch):
 
 
 def put_into_hub(repo, source, tmp_path):
-    """Copy `source` to the layout of the Hugging Face cache."""
     folder = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
     shutil.copytree(source, folder / "snapshots" / "abc123")
     (folder / "refs").mkdir()

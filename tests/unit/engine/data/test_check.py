@@ -1,13 +1,12 @@
 """What `--check-data` reports of a run's data."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_clips import write_rows
 
-from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.data.check import DataReport, check_data
 from opensora_cli.settings.train import TrainSettings
@@ -19,7 +18,7 @@ def check(data: dict[str, Any], *, target: str = "vae", micro_batches: int = 1) 
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path):
     """Ten clips, four pictures, and a bad one of each kind."""
     rows: list[list[object]] = [[f"clip_{i}.mp4", "", 40, 64, 64, 24] for i in range(10)]
     rows += [[f"picture_{i}.png", "text", 1, 64, 64, ""] for i in range(4)]
@@ -34,7 +33,7 @@ def table(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "table.csv", rows)
 
 
-def test_buckets_batches_and_bad_rows(table: Path) -> None:
+def test_buckets_batches_and_bad_rows(table):
     report = check({"table": str(table), "buckets": {"64px": {1: (1.0, 2), 33: (1.0, 4)}}}, micro_batches=2)
     assert [(bad.row, bad.path, bad.reason) for bad in report.bad_rows] == [
         (15, "wrong.mp4", "num_frames=many must be a whole number over 0"),
@@ -63,14 +62,14 @@ def test_buckets_batches_and_bad_rows(table: Path) -> None:
     ]
 
 
-def test_a_path_that_no_file_can_have_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_path_that_no_file_can_have_is_a_bad_row(tmp_path):
     paths = ["a" * 5000, "a/" * 3000]
     table = write_rows(tmp_path / "table.csv", [[path, "text", 1, 64, 64, ""] for path in paths])
     report = check({"table": str(table), "buckets": {"64px": {1: (1.0, 2)}}})
     assert [(bad.path, bad.reason) for bad in report.bad_rows] == [(path, "there is no such file") for path in paths]
 
 
-def test_unused_rows_are_counted_by_reason(tmp_path: Path) -> None:
+def test_unused_rows_are_counted_by_reason(tmp_path):
     rows: list[list[object]] = [
         *([f"wide_{i}.mp4", "", 40, 360, 640, 30] for i in range(4)),
         ["tiny.mp4", "", 100, 20, 20, 12],
@@ -116,7 +115,7 @@ def test_unused_rows_are_counted_by_reason(tmp_path: Path) -> None:
     assert (pictures_alone.rows, pictures_alone.reason) == (11, "no bucket is for videos of their size and length")
 
 
-def test_an_empty_bucket_or_epoch_is_a_problem(table: Path) -> None:
+def test_an_empty_bucket_or_epoch_is_a_problem(table):
     bucket = check({"table": str(table), "buckets": {"64px": {1: (1.0, 5), 33: (1.0, 4), 129: (0.0, 1)}}})
     with pytest.raises(FileProblem, match="bucket 64px x 1 frame is empty: 4 samples in all shapes") as caught:
         bucket.raise_for_problems()
@@ -124,8 +123,3 @@ def test_an_empty_bucket_or_epoch_is_a_problem(table: Path) -> None:
     epoch = check({"table": str(table), "buckets": {"64px": {33: (1.0, 4)}}}, micro_batches=3)
     with pytest.raises(FileProblem, match="an epoch is empty: it has 2 micro-batches, and an update takes 3"):
         epoch.raise_for_problems()
-
-
-def test_without_a_table_there_is_nothing_to_check() -> None:
-    with pytest.raises(RequestError, match=r"data\.table is not set"):
-        check({})

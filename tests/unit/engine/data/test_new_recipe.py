@@ -38,7 +38,7 @@ def load(name: str, **overrides: Any) -> TrainSettings:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Videos of several sizes, rates and lengths, and pictures."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "it's mine"
@@ -51,9 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(folder, monkeypatch, capsys):
     # It takes seconds, and has tests of its own.
     monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: tiny_training.rank_memory())
     assert main(["train", "--new", folder.name, "--quiet"]) == 0
@@ -75,7 +73,7 @@ def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
 
 
 @pytest.mark.parametrize("base", list_presets("train"))
-def test_every_recipe_with_clips_can_be_the_base(base: str, tmp_path: Path) -> None:
+def test_every_recipe_with_clips_can_be_the_base(base, tmp_path):
     """A row that has enough frames and pixels is in a micro-batch of the first epoch."""
     settings = load(base, output=str(tmp_path / "run"))
     rows = [row for row in MIXED if row[0] == 1 or row[0] >= settings.vae.grid.num_frames(2)]
@@ -104,7 +102,7 @@ _T2V = {mode: 0 for mode in ("i2v_head", "i2v_tail", "i2v_loop", "v2v_head", "v2
 _T2V |= {"v2v_tail_easy": 0, "t2v": 1}
 
 
-def test_only_pictures_and_only_short_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pictures_and_only_short_videos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, frames in (("pictures", 1), ("short", 5)):
         (tmp_path / name).mkdir()
@@ -117,7 +115,7 @@ def test_only_pictures_and_only_short_videos(tmp_path: Path, monkeypatch: pytest
     assert set(load("pictures.yaml").train_mmdit.mode_weights.by_mode()) == {"t2v"}
 
 
-def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clips").mkdir()
     write_clip(tmp_path / "clips" / "a.mp4", num_frames=3)
@@ -135,7 +133,7 @@ def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatc
     assert [each.rows for each in result.data.unused] == [1]
 
 
-def test_bad_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_requests(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError, match="a file of the reference"):
         write_recipe("clips", Path("stage1.py"))

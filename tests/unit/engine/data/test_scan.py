@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hostile_files import CAPTIONS
 from PIL import Image
-from tiny_clips import write_clip, write_rows
+from tiny_clips import write_clip
 
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
-from opensora_cli.engine.data.scan import ScanResult, preview, scan, shard
-from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
+from opensora_cli.engine.data.scan import ScanResult, preview, scan
+from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings
 
 
 @pytest.fixture
@@ -181,19 +181,6 @@ def test_videos_of_varying_rate_are_named(folder: Path) -> None:
     result = run(folder)
     assert result.uneven == (folder / "varies.mp4",)
     assert "uneven    varies.mp4: the frame rate varies" in "\n".join(result.lines())
-
-
-def test_parts_lie_beside_the_table_and_are_not_replaced(tmp_path: Path) -> None:
-    table = write_rows(tmp_path / "table.csv", [[f"{i}.mp4", "", 5, 64, 64, 24] for i in range(25)])
-    settings = ShardSettings(table=str(table), parts=10)
-    result = shard(settings)
-    assert [part.table.name for part in result.parts][:2] == ["table_01-of-10.csv", "table_02-of-10.csv"]
-    assert sum(part.rows for part in result.parts) == 25
-    parts = [read_table(part.table) for part in result.parts]
-    assert [part.paths[i] for part in parts for i in range(len(part))] == [f"{i}.mp4" for i in range(25)]
-    with pytest.raises(OutputError, match=r"table_01-of-10\.csv exists already"):
-        shard(settings)
-    assert shard(settings.replace({"overwrite": True})).parts == result.parts
 
 
 def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:

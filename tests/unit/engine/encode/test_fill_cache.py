@@ -97,7 +97,6 @@ def test_clips_are_encoded_once_and_more_are_added(weights, tmp_path):
 
 
 def task_of(settings, module, cache):
-    """Return the task of a run with another transformer."""
     with mock.patch.object(mmdit, "build_transformer", return_value=module):
         return mmdit.OBJECTIVE.build(
             settings,

@@ -1,6 +1,5 @@
 """Micro-batches of clips from files, and from a source of one's own."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from tiny_source import Colors
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.core.exceptions import CheckpointError, MediaError
+from opensora_cli.core.exceptions import MediaError
 from opensora_cli.data.batches import ClipBatch, ClipRequest, ClipSource
-from opensora_cli.engine.encode.clip_cache import _files
 from opensora_cli.engine.encode.datasets import open_batches, open_table
 from opensora_cli.settings.train import TrainSettings
 
@@ -155,9 +153,3 @@ def test_clips_of_a_source_of_ones_own(workers: int) -> None:
     for batch in batches:
         assert batch.pixels_BTHWC is not None
         assert [f"color:{level // 10}" for level in batch.pixels_BTHWC[:, 0, 0, 0, 0].tolist()] == list(batch.paths)
-
-
-def test_a_pipe_in_place_of_an_autoencoder_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "vae.safetensors")
-    with pytest.raises(CheckpointError, match="is not a file: it is a pipe"):
-        _files(tmp_path / "vae.safetensors")
