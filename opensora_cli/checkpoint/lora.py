@@ -274,7 +274,7 @@ def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float =
     require_fit(
         adapter,
         shapes,
-        hint="osora ckpt convert renames tensors (--rename OLD=NEW), and drops those of other models (--drop)",
+        hint="osora ckpt convert changes names (--rename OLD=NEW), and removes tensors (--drop)",
     )
     dtypes = {name: entries[name].dtype for name in adapter.updates}
     unfit = [name for name, dtype in dtypes.items() if not dtype.is_floating_point or dtype in FP8_DTYPES]

@@ -40,9 +40,8 @@ def env_check(settings: EnvCheckSettings, call: Call) -> None:
             from opensora_cli.engine.env_check.check import env_check as check
     except ValueError as error:
         reason = plain(str(error).strip().partition("\n")[0])
-        raise HardwareError(
-            f"torch cannot be imported: {reason}", hint="correct or unset TORCH_DISTRIBUTED_DEBUG and TORCH_LOGS"
-        ) from error
+        hint = "correct or unset TORCH_DISTRIBUTED_DEBUG and TORCH_LOGS"
+        raise HardwareError(f"torch cannot be imported: {reason}", hint=hint) from error
 
     call.show(check(settings, environment=os.environ, reporter=call.reporter))
 
