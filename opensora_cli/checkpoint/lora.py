@@ -272,7 +272,9 @@ def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float =
     """
     shapes = {name: entry.shape for name, entry in entries.items()}
     require_fit(
-        adapter, shapes, hint="name the model's tensors as in its training: osora ckpt convert --rename OLD=NEW"
+        adapter,
+        shapes,
+        hint="osora ckpt convert changes names (--rename OLD=NEW), and removes tensors (--drop)",
     )
     dtypes = {name: entries[name].dtype for name in adapter.updates}
     unfit = [name for name, dtype in dtypes.items() if not dtype.is_floating_point or dtype in FP8_DTYPES]

@@ -5,7 +5,8 @@ Each function takes tensors by name and returns tensors by name, in the same ord
 8-bit values are weights divided by a scale. Published files keep the scale of `x.weight` under one of these names:
 
 - `x.weight_scale`: one number, or one for each row (compressed-tensors, ComfyUI);
-- `x.scale_weight`: one number (older ComfyUI).
+- `x.scale_weight`: one number (older ComfyUI);
+- `x.weight_scale_inv`: one for each block (DeepSeek-V3), which is refused.
 
 8-bit tensors without a scale are used unchanged.
 """
@@ -148,7 +149,7 @@ def _scales(entries: Mapping[str, LazyTensor]) -> dict[str, list[str]]:
     for name, entry in entries.items():
         if entry.dtype in FP8_DTYPES and not _is_marker(name):
             module, _, kind = name.rpartition(".")
-            candidates = (f"{name}_scale", f"{module}.scale_{kind}".removeprefix("."))
+            candidates = (f"{name}_scale", f"{name}_scale_inv", f"{module}.scale_{kind}".removeprefix("."))
             found[name] = [candidate for candidate in candidates if candidate in entries]
     return found
 

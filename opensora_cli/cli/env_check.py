@@ -4,7 +4,8 @@ import os
 
 from opensora_cli.cli.command import Call, make_command
 from opensora_cli.cli.output import print_lines
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.formatting import plain
 from opensora_cli.engine.env_check.report import PROFILES
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.tools import EnvCheckSettings, EnvProfile
@@ -34,8 +35,13 @@ def env_check(settings: EnvCheckSettings, call: Call) -> None:
         return
     if export:
         raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
-    with call.loading():
-        from opensora_cli.engine.env_check.check import env_check as check
+    try:
+        with call.loading():
+            from opensora_cli.engine.env_check.check import env_check as check
+    except ValueError as error:
+        reason = plain(str(error).strip().partition("\n")[0])
+        hint = "correct or unset TORCH_DISTRIBUTED_DEBUG and TORCH_LOGS"
+        raise HardwareError(f"torch cannot be imported: {reason}", hint=hint) from error
 
     call.show(check(settings, environment=os.environ, reporter=call.reporter))
 

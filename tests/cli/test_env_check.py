@@ -63,6 +63,14 @@ def test_a_problem_exits_with_4(monkeypatch: pytest.MonkeyPatch, run) -> None:
     assert err.startswith("error: 1 problem stops a run")
 
 
+def test_a_variable_with_which_torch_cannot_be_imported_is_one_line() -> None:
+    environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "loud"}
+    command = [sys.executable, "-m", "opensora_cli", "env-check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert done.stderr.startswith("error: torch cannot be imported: The value of TORCH_DISTRIBUTED_DEBUG must be")
+
+
 def test_a_dockerfile_with_faults(run) -> None:
     Path("Dockerfile").write_text(
         "FROM python:3.12\n"

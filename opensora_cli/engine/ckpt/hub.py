@@ -192,6 +192,6 @@ def _explained(repo: str, *more: type[Exception]) -> Iterator[None]:
     except unexpected as error:
         cause = plain(without_credentials(" ".join(str(error).split()))[:300]) or type(error).__name__
         raise CheckpointError(
-            f"{repo}: {_endpoint()} does not answer as the Hub does: {cause}",
+            f"{repo}: {_endpoint()} gives no usable answer: {cause}",
             hint=f"check the connection, and HF_ENDPOINT, HTTPS_PROXY and SSL_CERT_FILE if they are set: {again}",
         ) from error

@@ -287,7 +287,10 @@ def fill_cache(
         require_same_settings(settings, device=device)
         identity = cache_identity(settings, device=device, reporter=reporter)
         if not is_cache_of(folder, identity):
-            write_header(folder, identity, encoders().empty_prompt)
+            empty_prompt = encoders().empty_prompt
+            # Loading takes long: another run may have begun its cache meanwhile.
+            if not is_cache_of(folder, identity):
+                write_header(folder, identity, empty_prompt)
     barrier()
     clips, writer, failed = ClipCache(folder), CacheWriter(folder), list[BrokenFile]()
     parts = {length: _parts(settings, length) for length in {request.num_frames for request in requests}}

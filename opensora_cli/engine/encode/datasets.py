@@ -198,7 +198,8 @@ class UnusedRows(Document):
 def find_unused(source: TableSource) -> tuple[UnusedRows, ...]:
     """Return the rows of a table that the first epoch cannot use, by reason."""
     samples, buckets, assigned = source.table.samples, source.buckets, source.assigned(0)
-    fits_none = (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
+    fits_none = (buckets.fitting(samples) == NO_BUCKET).all(axis=1)
+    is_closed = ~fits_none & (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
     smallest = buckets.resolutions[-1]
     least = math.ceil(smallest.pixels * FILLED)
     is_small, is_picture = samples.height * samples.width < least, samples.num_frames == 1
@@ -208,6 +209,7 @@ def find_unused(source: TableSource) -> tuple[UnusedRows, ...]:
         (fits_none & is_small, small, "add a smaller resolution to data.buckets"),
         (fits_none & ~is_small & is_picture, "no bucket is for pictures of their size", "add a bucket of 1 frame"),
         (fits_none & ~is_small & ~is_picture, "no bucket is for videos of their size and length", fewer),
+        (is_closed, "their buckets have probability 0", "use a probability over 0"),
     ]
     counts = np.bincount(assigned[assigned >= 0], minlength=len(buckets))
     short: dict[tuple[str, int], list[int]] = {}

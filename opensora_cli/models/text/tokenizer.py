@@ -103,7 +103,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, states: object) -> Tokenizer:
             vocabulary = _byte_pairs(folder, names)
         # Marked in a text, they are no words.
         vocabulary.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(names.values())])
-    if (pad := names.get("pad_token")) is None:
+    if not (pad := names.get("pad_token")):
         raise CheckpointError(f"the tokenizer in {folder} has no padding token")
     added: dict[int, AddedToken] = vocabulary.get_added_tokens_decoder()
     special = [token.content for token in added.values() if token.special]

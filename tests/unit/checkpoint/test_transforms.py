@@ -140,6 +140,11 @@ class TestDequantize:
         with pytest.raises(CheckpointError, match=r"the scale of x\.weight \[5, 6\] is \w+ \["):
             dequantize(held(x__weight=QUANTIZED, x__weight_scale=scale), torch.float32)
 
+    def test_scales_of_blocks_are_refused(self):
+        entries = held(x__weight=QUANTIZED, x__weight_scale_inv=torch.ones(1, 2))
+        with pytest.raises(CheckpointError, match=r"the scale of x\.weight \[5, 6\] is float32 \[1, 2\]"):
+            dequantize(entries, torch.float32)
+
     def test_two_scales_are_refused(self):
         entries = held(x__weight=QUANTIZED, x__weight_scale=torch.ones(1), x__scale_weight=torch.ones(1))
         with pytest.raises(CheckpointError, match=r"more than one scale: x\.weight_scale, x\.scale_weight"):

@@ -10,6 +10,7 @@ import sentencepiece
 import transformers
 from tokenizers import models, pre_tokenizers
 
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.models.text import tokenizer as tokenizers_of_folders
 from opensora_cli.models.text.tokenizer import load_tokenizer
@@ -103,6 +104,13 @@ def test_files_are_read_again_only_after_a_change(tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").touch()
     load_tokenizer(tmp_path, vocab_size=10_000)
     assert len(read) == 2
+
+
+def test_an_empty_padding_token_is_refused(pairs):
+    folder = pairs(in_one_file=False)
+    (folder / "tokenizer_config.json").write_text('{"pad_token": ""}')
+    with pytest.raises(CheckpointError, match="has no padding token"):
+        load_tokenizer(folder, vocab_size=10_000)
 
 
 def test_threads_share_a_tokenizer():

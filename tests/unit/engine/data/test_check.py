@@ -110,7 +110,8 @@ def test_unused_rows_are_counted_by_reason(tmp_path):
     assert check(fixed).unused == ()
     faster = {**data, "fps_max": 15, "buckets": {"64px": {17: (1.0, 1)}}}
     assert [each.rows for each in check(faster).unused] == [1, 1, 1]
-    assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).unused[-1].rows == 10
+    closed = check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).unused[-1]
+    assert (closed.rows, closed.reason) == (5, "their buckets have probability 0")
     (pictures_alone,) = check({**data, "buckets": {"16px": {1: (1.0, 1)}}}).unused
     assert (pictures_alone.rows, pictures_alone.reason) == (11, "no bucket is for videos of their size and length")
 

@@ -218,6 +218,21 @@ def test_a_cache_of_other_weights_is_refused(filled, weights, tmp_path):
         prepared(settings_of(other, tmp_path / "cache"))
 
 
+def test_a_cache_that_another_run_begins_meanwhile_is_kept(filled, weights, tmp_path, monkeypatch):
+    folder = tmp_path / "new"
+    load = clip_cache.load_encoders
+
+    def load_slowly(*arguments, **keywords):
+        folder.mkdir()
+        shutil.copy(Path(filled.train_mmdit.cache) / HEADER_FILE, folder)
+        return load(*arguments, **keywords)
+
+    monkeypatch.setattr(clip_cache, "load_encoders", load_slowly)
+    with pytest.raises(FileProblem, match="was made for another run, which differs in: captions"):
+        cache_clips(settings_of(weights, folder, **{"train_mmdit.add_fps": False}))
+    assert not [*folder.glob("clips-*")]
+
+
 def test_another_mode_adds_only_its_references(weights, filled_once, tmp_path, monkeypatch):
     all_modes = settings_of(weights, tmp_path / "cache")
     few = all_modes.replace({f"train_mmdit.mode_weights.{mode}": 0 for mode in CONDITION_MODES if mode != "t2v"})
