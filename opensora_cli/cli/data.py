@@ -14,7 +14,8 @@ from opensora_cli.settings.train import TrainSettings
 def scan(settings: ScanSettings, call: Call) -> None:
     """Make the table that training reads, of a folder and all folders in it.
 
-    The caption of clip.mp4 is in clip.txt. Broken files are listed and skipped, and the exit code is 5.
+    The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. Broken files are listed and
+    skipped, and the exit code is 5.
 
     Examples:
       osora data scan clips

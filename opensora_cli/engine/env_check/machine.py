@@ -242,8 +242,8 @@ def check_encoder() -> Iterator[Finding]:
     else:
         yield problem(
             f"PyAV {av.__version__} has no libx264",
-            why="MP4 is written with it; gif, webp and png are not",
-            fix="pip install --force-reinstall 'av>=18' installs the wheel, which has it; or use --format webp",
+            why="MP4 is written with it; gif and png are not",
+            fix="pip install --force-reinstall 'av>=18' installs the wheel, which has it; or use --format gif",
         )
 
 
