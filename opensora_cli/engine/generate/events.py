@@ -39,7 +39,7 @@ class Events:
         """Seconds of each stage."""
         self._prefix = "" if role is None else f"{role} "
         self._saved_at = time.monotonic()
-        self._num_samples = 0
+        self._files: Sequence[SampleFiles] = ()
         self._finished: list[Path] = []
         self._latents: dict[Path, tuple[SampleFiles, bool]] = {}
         """Saved latents in order, with their sample and whether steps are missing."""
@@ -103,7 +103,7 @@ class Events:
 
         A launcher knows the lines at any time.
         """
-        self._num_samples = len(files)
+        self._files = files
         self._latents |= {
             sample.saved: (sample, sample.saved_steps is not None) for sample in files if sample.saved is not None
         }
@@ -128,5 +128,10 @@ class Events:
         there = {saved[0].index: (path, *saved) for path, saved in self._latents.items() if path.is_file()}
         lines = [f"finished: {path}" for path in self._finished]
         lines += [f"continue with: {sample.command(path, is_begun=begun)}" for path, sample, begun in there.values()]
-        rest = self._num_samples - len(self._finished) - len(there)
-        return [*lines, f"still to be made: {rest} of {self._num_samples} samples"] if lines and rest > 0 else lines
+        rest = len(self._files) - len(self._finished) - len(there)
+        if not lines or rest <= 0:
+            return lines
+        # Without a sidecar no later run can tell which request has made a result.
+        output = self._files[0].settings.output
+        advice = ": the same command continues" if output.metadata and not output.overwrite else ""
+        return [*lines, f"still to be made: {rest} of {len(self._files)} samples{advice}"]
