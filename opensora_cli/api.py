@@ -240,6 +240,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         """Release the models; a later call loads them again."""
         with self._turn:
             self._models.release()
+            self._models.prompts.clear()
 
     def __exit__(self, *error: object) -> None:
         self.close()

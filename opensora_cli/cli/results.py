@@ -56,7 +56,7 @@ def gallery(settings: GallerySettings, call: Call) -> None:
 
 
 def presets(given: Layer, call: Call) -> None:
-    """List the presets with their size and needs.
+    """List the presets with size, needs, and the GPUs that they fit on.
 
     A preset is the --config of osora generate.
 

@@ -48,7 +48,7 @@ class Shown(Document):
             "prompt": self.prompt,
             "negative": self.negative_prompt,
             "seed": self.seed,
-            "model": ", ".join(str(self.recorded[key]) for key in _MODEL_KEYS if key in self.recorded),
+            "model": ", ".join(str(self.recorded[key]) for key in _MODEL_KEYS if self.recorded.get(key)),
             "video": None if None in sizes else "{}x{}, {} frames at {} fps".format(*sizes),
             "steps": self.recorded.get(STEPS_KEY),
             "timings": ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.timings_s.items()),

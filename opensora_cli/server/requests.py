@@ -23,7 +23,7 @@ from opensora_cli.settings.load import generate_request, load_preset, usual_sett
 
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = {"prompt", "negative_prompt", "prompts_at", "prompt_suffix", "video", "sampling", "draft"}
-_ALLOWED |= {"condition.mode", "condition.fit", "condition.ref_fps", "condition.seamless"}
+_ALLOWED |= {"condition.mode", "condition.fit", "condition.seamless"}
 _ALLOWED |= {"picture.first", "output.last_frame"}
 """Settings of a client: they describe the video, and name no file, server, device or memory."""
 _SIDES = {"video.width", "video.height"}

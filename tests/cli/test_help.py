@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.cli.app import _wait_without_spinning, load_commands, main, unwrapped
+from opensora_cli.cli.app import _COMMANDS, _wait_without_spinning, load_commands, main, unwrapped
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.request import resolve
@@ -167,6 +167,13 @@ def test_help_reads_well_in_80_columns_and_has_no_line_breaks_of_the_source(word
     # Most of a row is for the meaning, not for the kind of value.
     for parameter in COMMANDS[words].params:
         assert len(parameter.metavar or "") <= 18, parameter.name
+
+
+def test_the_short_help_of_a_command_promises_nothing_that_its_own_help_lacks() -> None:
+    for name, (_, _, about) in _COMMANDS.items():
+        own = " ".join(f"{words} {command.help}" for words, command in COMMANDS.items() if words.startswith(name))
+        short, full = (set(re.findall(r"[a-z]+", text.lower())) for text in (about, own))
+        assert short <= full, name
 
 
 def test_help_of_generate_has_the_defaults(help_of) -> None:

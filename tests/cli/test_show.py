@@ -77,6 +77,12 @@ def test_a_result_and_its_sidecar(name, capsys):
     assert (document["schema"], document["seed"], document["settings"]) == ("osora.show/1", 7, SETTINGS)
 
 
+@pytest.mark.parametrize("name", ["a.png", "a.gif", "a.mp4"])
+def test_a_result_without_a_sidecar_has_its_tags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(shown(capsys, name, "--json"))
+    assert (document["prompt"], document["seed"]) == ("sea", 7)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("state", "state"), ("done", "latents")])
 def test_latents(name, kind, capsys):
     document = json.loads(shown(capsys, f"{name}.latents.safetensors", "--json"))
@@ -87,6 +93,7 @@ def test_latents(name, kind, capsys):
 def test_weights_and_the_run_that_wrote_them(name, capsys):
     out = shown(capsys, name)
     assert "parameters  6" in out
+    assert "None" not in out
     assert "setting   loop.steps=4" in out
 
 
@@ -109,6 +116,18 @@ def test_from_recognizes_a_result_by_its_sidecar(engine):
         assert main(["generate", "--from", name]) == 0
         assert engine.settings is not None
         assert (engine.settings.prompt, engine.settings.sampling.seed) == ("sea", 7)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.gif", "a.mp4"])
+def test_from_takes_prompt_and_seed_of_a_result_without_a_sidecar(
+    name: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--from", name]) == 0
+    assert engine.settings is not None
+    assert (engine.settings.prompt, engine.settings.sampling.seed) == ("sea", 7)
+    assert f"{name} has no sidecar: it gives its prompt and seed alone" in capsys.readouterr().err
+    assert main(["generate", "boat", "--from", name, "--seed", "3"]) == 0
+    assert (engine.settings.prompt, engine.settings.sampling.seed) == ("boat", 3)
 
 
 @pytest.mark.parametrize(("name", "key"), [("state", "resume"), ("done", "from_latents")])

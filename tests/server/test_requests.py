@@ -4,12 +4,18 @@ import pytest
 from served import turbo_weights
 
 from opensora_cli.cli.app import main
-from opensora_cli.server.requests import InvalidField, command_of, read_request, remixed
+from opensora_cli.core.section import all_keys
+from opensora_cli.server.requests import _ALLOWED, InvalidField, command_of, read_request, remixed
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
 
 
 def read(tmp_path, values, **options):
     return read_request({"prompt": "sea", **values}, model="demo", base={}, folder=tmp_path, **options)
+
+
+def test_clients_may_choose_settings_that_exist():
+    assert {*all_keys(GenerateSettings), *GenerateSettings.model_fields} >= _ALLOWED
 
 
 def test_fields_become_settings(tmp_path):

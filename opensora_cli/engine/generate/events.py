@@ -118,4 +118,9 @@ class Events:
                 lines.append(f"continue with: {command}")
             elif not is_finished:
                 rest += 1
-        return [*lines, f"still to be made: {rest} of {len(self._files)} samples"] if lines and rest else lines
+        if not (lines and rest):
+            return lines
+        # Without a sidecar no later run can tell which request has made a result.
+        output = self._files[0].settings.output
+        advice = ": the same command continues" if output.metadata and not output.overwrite else ""
+        return [*lines, f"still to be made: {rest} of {len(self._files)} samples{advice}"]

@@ -94,6 +94,7 @@ class LoadedModels:
 
     def __exit__(self, *reason: object) -> None:
         self.release()
+        self.prompts.clear()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,9 +128,8 @@ class LoadedModels:
         )
 
     def release(self) -> None:
-        """Release all models and embeddings."""
+        """Release all models. Embeddings stay: later rows of a batch need no text encoders."""
         self._release(self._held)
-        self.prompts.clear()
 
     def release_others(self, stage: str, *, for_good: bool = False) -> None:
         """Release all models except the model of a stage. With `for_good`, models no longer stay after a run."""

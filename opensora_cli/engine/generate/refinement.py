@@ -186,7 +186,7 @@ def refine(prompt: str, kind: str, *, server: ChatServer, references: Sequence[s
     """
     if kind not in KINDS:
         raise RequestError(f"type={kind!r} must be one of {', '.join(KINDS)}")
-    text = (importlib.resources.files("opensora_cli") / "assets" / "instructions" / f"{kind}.txt").read_text()
+    text = (importlib.resources.files("opensora_cli") / "assets" / "instructions" / f"{kind}.txt").read_text("utf-8")
     pictures = [_jpeg_of(path) for path in references]
     read = _read_score if kind == MOTION_SCORE else _read_prompt
     asked = {

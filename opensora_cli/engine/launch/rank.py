@@ -220,7 +220,7 @@ def _wait_for_all(store: Store, context: RankContext, deadline_s: float) -> None
         named = f"{'rank' if len(missing) == 1 else 'ranks'} {first_few([str(rank) for rank in missing])}"
         if time.monotonic() >= deadline_s:
             raise HardwareError(f"rank {context.rank}: {named} did not come in time", hint=_RETRY_HINT)
-        if time.monotonic() >= notice_s:
+        if time.monotonic() >= notice_s and context.rank == min({*range(context.world_size)} - {*missing}):
             notice_s = deadline_s
             print(f"rank {context.rank}: waiting for {named}", file=sys.stderr, flush=True)
         time.sleep(_PAUSE_S)

@@ -111,8 +111,9 @@ class TestCtrlC:
             generate(released_settings(world, tmp_path))
         assert open_latents(tmp_path / LATENTS).steps is None
 
-    def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter):
-        several = released_settings(world, tmp_path, sampling__num_samples="4")
+    @pytest.mark.parametrize(("overwrite", "advice"), [("false", ": the same command continues"), ("true", "")])
+    def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter, overwrite, advice):
+        several = released_settings(world, tmp_path, sampling__num_samples="4", output__overwrite=overwrite)
         first, second, third, last = (sample_files(several, index, request_sha256="a") for index in range(4))
         state = tmp_path / "state.latents.safetensors"
         state.touch()
@@ -133,7 +134,7 @@ class TestCtrlC:
                 f"continue with: osora generate --from {sample.latents} --weights {world.released}"
                 for sample in (second, third)
             ),
-            "still to be made: 1 of 4 samples",
+            f"still to be made: 1 of 4 samples{advice}",
         ]
         assert names(tmp_path) == sorted([state.name, second.latents.name, third.latents.name])
 

@@ -42,6 +42,7 @@ def test_texts_are_encoded_once_for_models_that_stay(plan, reporter, loads, monk
         return found.prompt_embeds_2LC
 
     first = embeds()
+    models.release()
     assert torch.equal(embeds(sampling__seed=7), first)
     assert len(loads) == 1
     assert "text" in record.timings_s
