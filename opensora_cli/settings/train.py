@@ -19,7 +19,6 @@ from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings import train_sections as sections
 from opensora_cli.settings.applies import TRAIN, Pair, pair_problems, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, channel_problems, settings_of
-from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import (
     INNER_DEGREES,
     Compression,
@@ -58,7 +57,7 @@ class TrainSettings(Section):
     weights: tuple[str, ...] = Field((), description="Folders with the frozen parts, or demo.")
     device: DeviceName = Field("auto", description=device_names.HELP)
     threads: Threads | None = Field(None, description="CPU threads. None means by work and cores.")
-    data: DataSettings = DataSettings()
+    data: sections.DataSettings = sections.DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
     text: sections.TextTrainSettings = sections.TextTrainSettings()

@@ -3,8 +3,8 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.ckpt import ConvertSettings
 from opensora_cli.settings.layers import Given, validate
+from opensora_cli.settings.tools import ConvertSettings
 
 
 def convert(target: str, **values: object) -> ConvertSettings:

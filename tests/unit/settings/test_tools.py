@@ -7,13 +7,8 @@ from opensora_cli.core.section import all_keys
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given, validate
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.tools import (
-    STANDARD,
-    BenchCommSettings,
-    read_tries,
-    refuse_unfit,
-    tried_settings,
-)
+from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tries import STANDARD, read_tries, refuse_unfit, tried_settings
 
 
 def test_a_try_is_a_name_or_settings_whose_values_may_be_lists() -> None:

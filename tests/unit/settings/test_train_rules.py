@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from tiny_training import mmdit_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, LatentGrid
-from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.layers import explain
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_sections import DataSettings
 
 CAUSAL = {"vae": {"kind": "hunyuan"}}
 DC_AE = {"vae": {"kind": "dc_ae"}, "model": {"in_channels": 512}}

@@ -105,11 +105,11 @@ def test_single_modes_can_be_weighed() -> None:
         ("vae_hunyuan", "data.buckets={64px: {16: [1, 1]}}", "16 frames do not suit vae.kind: use 13"),
         ("demo_lora", "data.table=none; data.fps_max=3", "fps_max=3 (from --set) has no effect without"),
         ("demo_lora", "train_vae.kl_weight=1", "kl_weight=1 (from --set) has no effect with target=mmdit"),
-        ("vae_hunyuan", "memory.checkpointing=true", "checkpointing=true (from --set) has no effect"),
+        ("vae_hunyuan", "memory.checkpointing=full", "checkpointing=full (from --set) has no effect"),
         ("demo_lora", "memory.checkpoint_double_blocks=1", "no effect with memory.checkpointing=none"),
         (
             "demo_lora",
-            "memory.checkpointing=true; memory.checkpoint_single_blocks=9",
+            "memory.checkpointing=full; memory.checkpoint_single_blocks=9",
             "at most the model's: use 0 to 8",
         ),
         ("demo_lora", "memory.host_weights=mapped", "no effect with memory.offload=none: use blocks"),

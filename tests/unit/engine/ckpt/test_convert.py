@@ -14,7 +14,7 @@ import opensora_cli
 from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.engine.ckpt.convert import convert
-from opensora_cli.settings.ckpt import ConvertSettings
+from opensora_cli.settings.tools import ConvertSettings
 
 SUFFIXES = {Format.SAFETENSORS: ".safetensors", Format.TORCH: ".pt"}
 

@@ -12,7 +12,7 @@ from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.ckpt.convert import Merge, merge_lora
-from opensora_cli.settings.ckpt import MergeLoraSettings
+from opensora_cli.settings.tools import MergeLoraSettings
 
 RANK, ALPHA = 2, 6
 
