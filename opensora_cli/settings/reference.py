@@ -273,7 +273,7 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 
 def read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
-    """Return the assignments of a file, which are literals and `dict(...)` calls, and its bases."""
+    """Return the assignments of a file, which are literals, names and `dict(...)` calls, and its bases."""
     values: dict[str, Any] = {}
     try:
         tree = ast.parse(text, filename=str(path))
@@ -284,7 +284,7 @@ def read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
             case ast.Expr(value=ast.Constant()):
                 pass  # A description.
             case ast.Assign(targets=[ast.Name(id=name)], value=node):
-                values[name] = _data(node)
+                values[name] = _data(node, values)
             case _:
                 raise FileProblem(f"{path}, line {line.lineno}: it is not NAME = VALUE", hint=_PLAIN_VALUES)
     bases = values.pop("_base_", [])
@@ -294,11 +294,14 @@ def read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
     return values, [path.parent / name for name in names]
 
 
-def _data(node: ast.expr) -> Any:
-    """Return the value of an expression, with `_CODE` in place of code."""
+def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return the value of an expression, with `_CODE` in place of code. `names` are the assignments above it."""
     match node:
         case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words) if all(word.arg for word in words):
-            return {word.arg: _data(word.value) for word in words}
+            return {word.arg: _data(word.value, names) for word in words}
+        case ast.Name(id=name):
+            value = names.get(name, _CODE)
+            return value if isinstance(value, str | int | float | None) else _CODE
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError):

@@ -235,7 +235,7 @@ def test_data_is_read_and_code_is_not_executed(tmp_path: Path) -> None:
         "g=size, h=dict(**{'a': 1}), i={**{'a': 1}}, j=dict(k=[__import__('os')]))\n"
     )
     values = read_settings_file(path)
-    assert values.pop("code") == {**dict.fromkeys("abcdefghi", ...), "j": {"k": ...}}
+    assert values.pop("code") == {**dict.fromkeys("abcdefhi", ...), "g": -10_000, "j": {"k": ...}}
     model = {"depth": -1, "axes": [8, 8], "rest": {"a": None, 1: (True,)}}
     assert values == {"size": -10_000, "model": model}
 
