@@ -6,10 +6,10 @@ A mode is one row: the source, position and number of the given frames. Settings
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import StrEnum
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import nearest
 
 
 class Source(StrEnum):
@@ -126,10 +126,9 @@ def condition_mode(name: str, *, num_latent_frames: int | None = None) -> Condit
     """
     mode = CONDITION_MODES.get(name)
     if mode is None:
-        nearest = get_close_matches(name, CONDITION_MODES, n=1, cutoff=0.0)[0]
-        raise RequestError(
-            f"condition.mode={name!r} is not one of {', '.join(CONDITION_MODES)}", hint=f"did you mean {nearest}?"
-        )
+        close = nearest(name, CONDITION_MODES, cutoff=0.0)
+        problem = f"condition.mode={name!r} is not one of {', '.join(CONDITION_MODES)}"
+        raise RequestError(problem, hint=f"did you mean {close}?")
     return T2V if num_latent_frames == 1 else mode
 
 

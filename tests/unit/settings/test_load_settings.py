@@ -161,7 +161,10 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
         (b"\xff\xfe", "is broken: no UTF-8"),
         (b"[" * 100_000, "is broken: JSON that is nested too deep"),
         (b"[]", "is broken: JSON that is no object"),
-        (b'{"schema": "osora.plan/2"}', "has the schema 'osora.plan/2', and must have 'osora.generate/2'"),
+        (
+            b'{"schema": "osora.plan/2"}',
+            "has the schema 'osora.plan/2', and this version",
+        ),
         (b'{"schema": "osora.generate/2", "settings": 3}', "has no settings in it"),
         (None, "does not exist"),
     ],

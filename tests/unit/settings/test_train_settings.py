@@ -137,13 +137,6 @@ def test_broken_rules(recipe: str, assignments: str, message: str) -> None:
     assert message in caught.value.message
 
 
-def test_settings_of_an_earlier_run(tmp_path: Path) -> None:
-    path = tmp_path / "settings.json"
-    document = load("vae_hunyuan", output=str(tmp_path)).model_dump(mode="json")
-    path.write_text(json.dumps(document))
-    assert load(None, saved=path).data.table == "clips.csv"
-
-
 def test_prompts_of_samples_are_a_text_or_a_list() -> None:
     def prompts(text: str) -> tuple[str, ...]:
         return load("demo_lora", samples__every="100", samples__prompts=text).samples.prompts
