@@ -210,7 +210,7 @@ _NEEDS = (
 """Settings that need another one."""
 
 _CONFLICTS = (
-    Pair("parallel.devices", "device=cpu", "drop one of them"),
+    Pair("parallel.devices", "device!=auto|cuda", "drop one of them"),
     Pair("parallel.dp_shard_degree>1", "strategy=ddp", "use zero1 to zero3"),
     Pair("parallel.compression=bf16", "precision.compute!=fp32", "use none, or precision.compute=fp32"),
     Pair("optimizer.name=muon", "strategy!=ddp", "use adamw, or ddp: it needs whole matrices"),
@@ -234,8 +234,6 @@ def _device_problems(settings: TrainSettings) -> Iterator[str]:
     if parallel.world_size > 1 and device_names.has_index(device):
         kind = device_names.type_of(device)
         yield f"device={device} is one GPU, and there are {parallel.world_size} ranks: use {kind}, or parallel.devices"
-    if parallel.devices is not None and device_names.type_of(device) in device_names.UNTESTED:
-        yield f"parallel.devices picks GPUs, and device={device} is none: drop one of them"
     if parallel.compression is Compression.FP8:
         yield "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
     if problems := [*_degree_problems(settings)]:

@@ -101,7 +101,7 @@ def test_single_modes_can_be_weighed() -> None:
 @pytest.mark.parametrize(
     ("recipe", "assignments", "message"),
     [
-        ("vae_hunyuan", "parallel.devices=1; device=xpu", "picks GPUs, and device=xpu is none"),
+        ("vae_hunyuan", "parallel.devices=1; device=xpu", "parallel.devices=1 does not go with device=xpu"),
         ("vae_hunyuan", "data.buckets={64px: {16: [1, 1]}}", "16 frames do not suit vae.kind: use 13"),
         ("demo_lora", "data.table=none; data.fps_max=3", "fps_max=3 (from --set) has no effect without"),
         ("demo_lora", "train_vae.kl_weight=1", "kl_weight=1 (from --set) has no effect with target=mmdit"),
