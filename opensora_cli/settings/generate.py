@@ -44,7 +44,6 @@ _CONFLICTS = (
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
     Pair("compile", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree, or compile=false"),
 )
-"""Settings that do not go together."""
 
 
 class GenerateSettings(Section):

@@ -106,7 +106,6 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _CODE = ...
 """Value of an assignment in a `.py` file that is code and not data."""
 _PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
-"""Hint for code in a `.py` file."""
 _FOLDER = "ckpts"
 
 

@@ -207,7 +207,6 @@ _NEEDS = (
     Pair("target=distill", "lora.rank", "set it, as in lora.rank=32: an adapter is trained beside its teacher"),
     Pair("target=dmd", "lora.rank", "set it, as in lora.rank=32: an adapter is trained beside its teacher"),
 )
-"""Settings that need another one."""
 
 _CONFLICTS = (
     Pair("parallel.devices", "device!=auto|cuda", "drop one of them"),
@@ -226,7 +225,6 @@ _CONFLICTS = (
     Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
 )
-"""Settings that do not go together."""
 
 
 def _device_problems(settings: TrainSettings) -> Iterator[str]:
