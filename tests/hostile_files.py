@@ -117,6 +117,17 @@ HUB_ANSWERS: dict[str, Callable[[dict[str, Any]], None]] = {
 """What is done to the Hub's information on a repository that makes it unusable."""
 
 CAPTIONS: dict[str, tuple[str, bytes, str]] = {
+    **{f"deep {name}": (".json", content, "nested too deeply") for name, content in DEEP_JSON.items()},
+    "half a character": (".json", rb'{"text": "cut off \ud83d"}', "half a character"),
+    "zero byte in JSON": (".json", rb'{"text": "a\u0000b"}', "zero byte"),
+    "no JSON": (".json", b"{text: 1}", "is not JSON"),
+    "number of many digits": (".json", b"9" * 10_000, "is not JSON"),
+    "list": (".json", b'["text"]', "has no text under"),
+    "null": (".json", b"null", "has no text under"),
+    "text of another type": (".json", b'{"text": ["a"], "caption": 3, "prompt": null}', "has no text under"),
+    "JSON of zero bytes": (".json", b"", "is not JSON"),
+    "JSON in Latin-1": (".json", b'{"text": "\xe9t\xe9"}', "is not text in UTF-8"),
+    "huge JSON": (".json", b'"' + b"word " * 400_000 + b'"', "too many for what it should be"),
     "Latin-1": (".txt", b"un \xe9t\xe9", "is not text in UTF-8"),
     "UTF-16": (".txt", "text".encode("utf-16"), "is not text in UTF-8"),
     "UTF-16 without a mark": (".txt", "text".encode("utf-16-le"), "zero byte"),
@@ -169,7 +180,6 @@ def parquet_cells(rows: int) -> dict[str, tuple[str, list[Any]]]:
         "sizes that are missing": ("height", [None] * rows),
         "paths that are missing": ("path", [None] * rows),
         "paths as lists": ("path", [["a.mp4"]] * rows),
-        "captions as bytes": ("text", [b"a boat"] * rows),
         "captions as structures": ("text", [{"short": "a boat"}] * rows),
     }
 

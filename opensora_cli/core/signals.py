@@ -43,6 +43,22 @@ def leave_signals_to(parent: int) -> None:
 
 
 @contextmanager
+def blocked_in_children() -> Iterator[None]:
+    """Block Ctrl-C and requests to end in processes that are started inside the block, for their whole life.
+
+    This process receives its pending signals at the end of the block.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *END_REQUESTS})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C, and requests to end that have a handler, and send the first at the end of the block.
 

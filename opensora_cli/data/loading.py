@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.signals import held_back, leave_signals_to
+from opensora_cli.core.signals import blocked_in_children, leave_signals_to
 from opensora_cli.data.batches import ClipBatch, ClipRequest, ClipSource, MicroBatch, Replacement
 
 LoadClip = Callable[[ClipRequest], Any]
@@ -250,7 +250,7 @@ class BatchStream:
         # threads, which a fork leaves behind, they hang when they are destroyed.
         gc.freeze()
         try:
-            with held_back():  # also in the workers, until they leave signals to this process
+            with blocked_in_children():
                 reading = iter(loader)
         except OSError as error:
             # Python would wait forever for the workers that were started: they ignore its request to end.

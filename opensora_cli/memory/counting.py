@@ -1,11 +1,11 @@
 """Counter of the bytes that tensors hold: live, at the peak, over time, and by the modules that made them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import (
 
 NO_OWNER = ""
 """Owner of tensors that no watched module made."""
+
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +189,43 @@ class TensorBytes(DispatchMode):
 
     def peak_by_owner(self) -> dict[str, int]:
         """Return the live bytes by owner when the peak was first reached."""
-        return self._live(self._peak_position)
+        return self._live(self._peak_position, self._owners.__getitem__)
 
     def owners_at(self, mark: Mark) -> dict[str, int]:
         """Return the live bytes by owner at a mark."""
-        return self._live(mark.position)
+        return self._live(mark.position, self._owners.__getitem__)
+
+    def storages_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of the storages of counted tensors among `tensors`."""
+        found = (self._counted.get(tensor.untyped_storage()._cdata) for tensor in _tensors(list(tensors)))
+        return {counted.number for counted in found if counted is not None}
+
+    def live_at(self, position: int) -> dict[int, int]:
+        """Return the live bytes by number of storage after `position` changes."""
+        return self._live(position, lambda number: number)
+
+    def repeated(self, times: Mapping[int, int], *, one_by_one: Iterable[Sequence[int]] = ()) -> "TensorBytes":
+        """Return the timeline with storages repeated; `times` maps numbers of storages to counts.
+
+        Inside a span of positions in `one_by_one`, only one copy is allocated or released. The other copies follow at
+        the end of the span, releases first.
+        """
+        spans = {end: (begin, end) for begin, end in one_by_one}
+        single = {position for span in spans.values() for position in range(*span)}
+        marks, found = list(self.marks), TensorBytes()
+        found._owners = list(self._owners)
+        for position in range(len(self.changes) + 1):
+            net: dict[int, int] = {}
+            for change in self.changes[slice(*spans.get(position, (0, 0)))]:
+                net[change.storage] = net.get(change.storage, 0) + change.num_bytes
+            for storage, num_bytes in sorted(net.items(), key=lambda item: item[1]):
+                found._change(storage, (times.get(storage, 1) - 1) * num_bytes)
+            while marks and marks[0].position == position:
+                found.mark(marks.pop(0).name)
+            for change in self.changes[position : position + 1]:
+                count = 1 if position in single else times.get(change.storage, 1)
+                found._change(change.storage, count * change.num_bytes)
+        return found
 
     def most_of(self, counts: Callable[[str], bool]) -> int:
         """Return the peak bytes, at any time, of all owners together for which `counts` is true."""
@@ -203,10 +237,10 @@ class TensorBytes(DispatchMode):
                 most = max(most, live)
         return most
 
-    def _live(self, position: int) -> dict[str, int]:
-        totals: dict[str, int] = {}
+    def _live(self, position: int, key: Callable[[int], KeyT]) -> dict[KeyT, int]:
+        totals: dict[KeyT, int] = {}
         for change in self.changes[:position]:
-            name = self._owners[change.storage]
+            name = key(change.storage)
             totals[name] = totals.get(name, 0) + change.num_bytes
         return {name: total for name, total in totals.items() if total}
 

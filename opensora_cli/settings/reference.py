@@ -272,7 +272,7 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 
 def read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
-    """Return the assignments of a file, which are literals, names and `dict(...)` calls, and its bases."""
+    """Return the assignments of a file and its bases: literals, `dict(...)` calls and names of numbers or text."""
     values: dict[str, Any] = {}
     try:
         tree = ast.parse(text, filename=str(path))
@@ -294,11 +294,12 @@ def read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
 
 
 def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Return the value of an expression, with `_CODE` in place of code. `names` are the assignments above it."""
+    """Return the value of an expression, with `_CODE` in place of code."""
     match node:
         case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words) if all(word.arg for word in words):
             return {word.arg: _data(word.value, names) for word in words}
         case ast.Name(id=name):
+            # Only short values, so that a short file cannot describe a large one.
             value = names.get(name, _CODE)
             return value if isinstance(value, str | int | float | None) else _CODE
     try:

@@ -207,7 +207,7 @@ def test_a_file_from_elsewhere_describes_a_video_and_nothing_else(world, osora, 
     document = json.loads(Path(f"{video}.json").read_text())
     settings = document["settings"]
     settings["output"] |= {"path": str(mine), "overwrite": True}
-    settings["refine"] = {"prompt": True, "motion_score": True, "instructions": str(tmp_path)}
+    settings["refine"] = {"prompt": True, "motion_score": True}
     settings["runtime"] |= {"device": "cuda:5"}
     settings["memory"]["offload"] = "model"
     settings["parallel"] = {"gpus": 64}

@@ -112,7 +112,9 @@ def test_interrupt_resume_and_overwrite(
     earlier = json.loads(states.read_text()) | {"schema": "osora.running-states/1"}
     del earlier["sampler"]
     states.write_text(json.dumps(earlier))
-    assert "resume with the version that wrote it" in osora(*recipe, "--quiet", "--resume", code=3).err
+    assert (
+        "and this version of osora reads 'osora.running-states/2'" in osora(*recipe, "--quiet", "--resume", code=3).err
+    )
 
     assert main([*recipe, "--overwrite"]) == 0
     assert (run / "vae.safetensors").read_bytes() == resumed

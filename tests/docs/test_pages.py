@@ -30,7 +30,7 @@ OSORA = load_commands()
 PLANNED = {"generate", "train"}
 # These options print something and end.
 NO_MEMORY = RankMemory(at_peak={}, peak_bytes=0, device_peak_bytes=0, mapped_bytes=0)
-PRINTING = {"--list", "--version", "--help", "-h", "--check-data"}
+PRINTING = {"--list", "--version", "--help", "-h", "--check-data", "--new"}
 
 
 def _help_examples(command: Any) -> Iterator[Block]:
@@ -108,7 +108,7 @@ def test_a_command_is_understood_and_planned(
     monkeypatch.setattr(dry_run, "predict_known_time", lambda chain, on: None)
     monkeypatch.chdir(_sandbox(tmp_path))
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
-    prints = bool(PRINTING & set(command))
+    prints = bool(PRINTING & set(command)) or command[:2] == ("train", "--plot")
     if prints or command[0] in PLANNED:
         planned = main([*command, *([] if prints else ["--dry-run"])])
         assert planned in COMMANDS[command].exit_codes, capsys.readouterr().err

@@ -20,7 +20,9 @@ from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_wei
 from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.distribution import Distribution, local
+from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.memory import (
+    FrozenWeights,
     fake_slots,
     largest_batch_shape,
     plan_activations,
@@ -92,7 +94,7 @@ class TrainingMemory:
     activations_by_module: dict[str, int]
     """Activations at the peak from forward passes, by the name of the module; the backward pass has no names."""
     by_weight: dict[str, tuple[int, int]]
-    """Name -> number of parameters and bytes of a weight."""
+    """Name -> number of parameters and bytes of a weight. A block that represents others includes theirs."""
     held_for_backward: int
     """Bytes of activations at the end of the last step's forward pass, without offloaded ones."""
     counter: TensorBytes
@@ -107,17 +109,16 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
 
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
-    # Evaluations of an adapter and its teacher take turns, and one needs the memory of all.
-    settings = settings.replace({"train_distill.steps": 1, "train_distill.teacher_steps": 1})
+    few, times = with_few_blocks(settings)
     with on_meta():
-        task, frozen = find_objective(settings).stand_in(settings)
+        task, frozen = find_objective(few).stand_in(few)
     for module in frozen:
         if isinstance(module, Autoencoder):
-            _encode_alone(module, settings)
-    with fake_rank(settings, rank) as distribution, fake_device("cpu", grad=True):
+            _encode_alone(module, few)
+    with fake_rank(few, rank) as distribution, fake_device("cpu", grad=True):
         for module in (*_trained(task), *frozen):
             give_fake_weights(module, device=HOST)
-        return _steps(settings, task, frozen, distribution, is_fake=True)
+        return _steps(few, task, frozen, distribution, weights=plan_frozen_weights(settings), times=times)
 
 
 def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
@@ -155,7 +156,7 @@ def measure_training(
         torch.manual_seed(settings.loop.seed)
         task, frozen = find_objective(settings).stand_in(settings)
     distribution = distribution or Distribution(torch.device("cpu"))
-    return _steps(settings, task, frozen, distribution, runs=runs)
+    return _steps(settings, task, frozen, distribution, weights=plan_frozen_weights(settings), runs=runs)
 
 
 def _steps(
@@ -164,11 +165,15 @@ def _steps(
     frozen: list[nn.Module],
     distribution: Distribution,
     *,
+    weights: FrozenWeights | None,
     runs: int = 0,
-    is_fake: bool = False,
+    times: Mapping[str, int] | None = None,
 ) -> TrainingMemory:
-    """Do the steps. On fake tensors, the transformer's first step is skipped, and the moments are allocated before."""
-    weights = plan_frozen_weights(settings)
+    """Do the steps. On fake tensors, the transformer's first step is skipped, and the moments are allocated before.
+
+    `times` maps the path of a block to the number of blocks that it represents. None means real tensors.
+    """
+    is_fake = times is not None
     if weights is not None and weights.fp8_storage:
         for path in stack_paths(settings):
             store_in_fp8(task.module.get_submodule(path), frozen=True)
@@ -201,19 +206,20 @@ def _steps(
             counter.add(slots, WEIGHTS)
             for module in frozen:
                 counter.add(module, FROZEN)
-            for tensor, kind in _states(trainer):
+            for _, tensor, kind in _states(trainer):
                 counter.add(tensor, kind)
             _mark_forward(task, counter)
+            few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
             plan = plan_activations(settings)
             checkpoint_blocks(task.module, plan, on_copy=partial(counter.add, owner=OFFLOADED))
-            with counter.watch(task.module, "model"):
+            with counter.watch(task.module, "model"), few_blocks.watch():
                 for step in steps:
                     trainer.step = step
                     trainer.do_step()
                     counter.add(_gradients(_trained(task)), GRADIENTS)
-                    for tensor, kind in _states(trainer):
+                    for _, tensor, kind in _states(trainer):
                         counter.add(tensor, kind)
-            memory = _memory(settings, counter, task.module)
+            memory = _memory(settings, few_blocks.counted(), task.module, times or {})
         if not runs:
             return memory
         seconds, blocks = [], ModuleTimes(distribution.device)
@@ -239,7 +245,9 @@ def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) ->
     )
 
 
-def _memory(settings: TrainSettings, counter: TensorBytes, module: nn.Module) -> TrainingMemory:
+def _memory(
+    settings: TrainSettings, counter: TensorBytes, module: nn.Module, times: Mapping[str, int]
+) -> TrainingMemory:
     at_peak = counter.peak_by_owner()
     kinds = {name: at_peak.pop(name, 0) for name in _KINDS}
     # Sharded gradients are on the host, too. They count, as do gradients of a block that are being copied.
@@ -250,11 +258,15 @@ def _memory(settings: TrainSettings, counter: TensorBytes, module: nn.Module) ->
         device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
         mapped_bytes=kinds[FROZEN] + (kinds[WEIGHTS] if settings.lora.is_on else 0),
     )
+    by_weight = {}
+    for name, weight in module.named_parameters():
+        count = next((count for path, count in times.items() if name.startswith(f"{path}.")), 1)
+        by_weight[name] = count * local(weight).numel(), count * local(weight).nbytes
     before_backward = counter.owners_at(counter.marks[-1]).items()
     return TrainingMemory(
         rank=rank,
         activations_by_module={name: size for name, size in at_peak.items() if name},
-        by_weight={name: (local(weight).numel(), local(weight).nbytes) for name, weight in module.named_parameters()},
+        by_weight=by_weight,
         held_for_backward=sum(size for name, size in before_backward if name not in _KINDS),
         counter=counter,
     )
@@ -284,10 +296,19 @@ def _gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
-def _states(trainer: Trainer) -> Iterator[tuple[Tensor, str]]:
-    """Yield states of optimizers and buckets of gradients, each with its kind."""
+def _states(trainer: Trainer) -> Iterator[tuple[nn.Parameter, Tensor, str]]:
+    """Yield states of optimizers and buckets of gradients, each with its weight and its kind."""
     for learner in trainer.learners.values():
         for _, weight, optimizer in learner.trained():
-            yield from ((tensor, OPTIMIZER) for tensor in optimizer.state[weight].values())
+            yield from ((weight, tensor, OPTIMIZER) for tensor in optimizer.state[weight].values())
     if isinstance(trainer.distribution, FakeDistribution):
-        yield from ((tensor, GRADIENTS) for tensor in trainer.distribution.buckets.values())
+        yield from ((weight, tensor, GRADIENTS) for weight, tensor in trainer.distribution.buckets.items())
+
+
+def _kept_all_the_time(trainer: Trainer, block: str) -> Iterator[Tensor]:
+    """Yield the weights of a block, and their persistent tensors: averages, optimizer state and buckets."""
+    module = trainer.task.module.get_submodule(block)
+    weights = set(map(id, module.parameters()))
+    yield from (*module.buffers(), *module.parameters())
+    yield from (tensor for name, tensor in (trainer.ema or {}).items() if name.startswith(f"{block}."))
+    yield from (tensor for weight, tensor, _ in _states(trainer) if id(weight) in weights)

@@ -229,15 +229,15 @@ def test_the_commands_list_what_is_left(folder: Path, capsys: pytest.CaptureFixt
 def test_data_is_read_and_code_is_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(
-        '"""Any description."""\nsize = -10_000\n'
-        "model = dict(depth=-1, axes=[8, 8], rest={'a': None, 1: (True,)})\n"
+        '"""Any description."""\nsize = -10_000\nlong = [0, 0]\n'
+        "model = dict(depth=size, axes=[8, 8], rest={'a': None, 1: (True,)})\n"
         "code = dict(a=2 * 2, b=open('/etc/passwd').read(), c=[x for x in (1,)], d=unknown, e=f'{1}', f=9 ** 9 ** 9, "
-        "g=size, h=dict(**{'a': 1}), i={**{'a': 1}}, j=dict(k=[__import__('os')]))\n"
+        "g=long, h=dict(**{'a': 1}), i={**{'a': 1}}, j=dict(k=[__import__('os')]))\n"
     )
     values = read_settings_file(path)
-    assert values.pop("code") == {**dict.fromkeys("abcdefhi", ...), "g": -10_000, "j": {"k": ...}}
-    model = {"depth": -1, "axes": [8, 8], "rest": {"a": None, 1: (True,)}}
-    assert values == {"size": -10_000, "model": model}
+    assert values.pop("code") == {**dict.fromkeys("abcdefghi", ...), "j": {"k": ...}}
+    model = {"depth": -10_000, "axes": [8, 8], "rest": {"a": None, 1: (True,)}}
+    assert values == {"size": -10_000, "long": [0, 0], "model": model}
 
 
 def test_code_is_refused_where_it_would_be_carried_over(folder: Path) -> None:
