@@ -230,9 +230,7 @@ def _swap_names(temporary: Path, target: Path) -> None:
 
 def _swap_in_one_step(first: Path, second: Path) -> bool:
     """Swap two names in the kernel; return False if that was not possible."""
-    if sys.platform != "linux":
-        return False
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False
     failed: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
