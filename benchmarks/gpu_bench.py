@@ -22,7 +22,7 @@ from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.tools import tried_settings
+from opensora_cli.settings.tries import tried_settings
 
 Row = dict[str, Any]
 

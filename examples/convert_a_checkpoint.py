@@ -5,7 +5,7 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.engine.ckpt.convert import convert
-from opensora_cli.settings.ckpt import ConvertSettings, WeightDType
+from opensora_cli.settings.tools import ConvertSettings, WeightDType
 
 
 def main(source: str, target: str) -> None:

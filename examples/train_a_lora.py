@@ -5,8 +5,8 @@ from pathlib import Path
 
 from opensora_cli.engine.data.scan import scan
 from opensora_cli.engine.train.run import train
-from opensora_cli.settings.data import ScanSettings
 from opensora_cli.settings.layers import Given
+from opensora_cli.settings.tools import ScanSettings
 from opensora_cli.settings.train import load_train_settings
 
 

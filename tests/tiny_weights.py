@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.engine.ckpt.convert import convert
-from opensora_cli.settings.ckpt import ConvertSettings
+from opensora_cli.settings.tools import ConvertSettings
 
 
 def awkward_state() -> dict[str, Tensor]:

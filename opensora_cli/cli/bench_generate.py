@@ -10,7 +10,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import generate_request
-from opensora_cli.settings.tools import read_tries, refuse_unfit, tried_settings
+from opensora_cli.settings.tries import read_tries, refuse_unfit, tried_settings
 
 _COMPARED = "Compared settings"
 _MOST_REPEATS = 1000

@@ -6,7 +6,8 @@ from opensora_cli.checkpoint.files import check_target
 from opensora_cli.cli.app import make_group
 from opensora_cli.cli.command import Call, make_command
 from opensora_cli.core.reading import require_there
-from opensora_cli.settings.ckpt import (
+from opensora_cli.settings.flags import OUTPUT, Option
+from opensora_cli.settings.tools import (
     ConvertSettings,
     DownloadSettings,
     InspectSettings,
@@ -14,7 +15,6 @@ from opensora_cli.settings.ckpt import (
     VerifySettings,
     WriteSettings,
 )
-from opensora_cli.settings.flags import OUTPUT, Option
 
 _WRITTEN = {
     "--no-hash": Option(kind=bool, help="No effect: weights are not hashed. Older scripts give it."),

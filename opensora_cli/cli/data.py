@@ -5,10 +5,11 @@ from opensora_cli.cli.app import make_group
 from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
-from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.layers import Given, Layer
+from opensora_cli.settings.tools import PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_sections import DataSettings
 
 
 def scan(settings: ScanSettings, call: Call) -> None:

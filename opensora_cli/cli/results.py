@@ -5,10 +5,9 @@ from pathlib import Path
 from opensora_cli.cli.command import Call, make_command
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.listings import describe_presets
-from opensora_cli.settings.ckpt import InspectSettings
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.layers import Layer, validate
-from opensora_cli.settings.tools import GallerySettings
+from opensora_cli.settings.tools import GallerySettings, InspectSettings
 
 
 def show(given: Layer, call: Call) -> None:

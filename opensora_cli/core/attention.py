@@ -74,7 +74,6 @@ class Library:
     module: str
     distribution: str
     install: str
-    """Command that installs the package."""
 
     def version(self) -> str | None:
         """Return the installed version, or None.
@@ -94,7 +93,6 @@ class AttentionKind:
     """Properties of one attention backend."""
 
     description: str
-    """Text for people."""
     in_parts: bool = True
     """Whether ring attention can use it: its code has a kernel for parts of the keys."""
     half_only: bool = False

@@ -24,7 +24,6 @@ class LinearProducts(StrEnum):
     EXACT = "exact"
     """Numbers of the run's dtype."""
     INT8 = "int8"
-    """Integers of 8 bits."""
     FP8 = "fp8"
     """float8_e4m3fn."""
 

@@ -6,10 +6,10 @@ A mode is one row: the source, position and number of the given frames. Settings
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import StrEnum
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import nearest
 
 
 class Source(StrEnum):
@@ -126,10 +126,9 @@ def condition_mode(name: str, *, num_latent_frames: int | None = None) -> Condit
     """
     mode = CONDITION_MODES.get(name)
     if mode is None:
-        nearest = get_close_matches(name, CONDITION_MODES, n=1, cutoff=0.0)[0]
-        raise RequestError(
-            f"condition.mode={name!r} is not one of {', '.join(CONDITION_MODES)}", hint=f"did you mean {nearest}?"
-        )
+        close = nearest(name, CONDITION_MODES, cutoff=0.0)
+        problem = f"condition.mode={name!r} is not one of {', '.join(CONDITION_MODES)}"
+        raise RequestError(problem, hint=f"did you mean {close}?")
     return T2V if num_latent_frames == 1 else mode
 
 
@@ -189,13 +188,15 @@ class LatentGrid:
         ratio = self.time_compression_ratio
         if num_frames < 1:
             raise RequestError(f"num_frames={num_frames} must be at least 1")
-        if self.is_causal:
-            self._check_frames(num_frames, rest=1, rule=f"1 more than a multiple of {ratio}")
-            return (num_frames - 1) // ratio + 1
         if num_frames == 1:
             return 1
-        self._check_frames(num_frames, rest=0, rule=f"1, or a multiple of {ratio}")
-        return num_frames // ratio
+        latent_frames, over = divmod(num_frames - self.is_causal, ratio)
+        if over:
+            rule, below = "1 more than" if self.is_causal else "1, or", num_frames - over
+            raise RequestError(
+                f"num_frames={num_frames} must be {rule} a multiple of {ratio}: use {max(below, 1)} or {below + ratio}"
+            )
+        return latent_frames + self.is_causal
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width of the latents of a picture.
@@ -218,13 +219,5 @@ class LatentGrid:
 
         A clip of one latent frame is skipped if it would be decoded as a picture.
         """
-        ratio = self.time_compression_ratio
-        if self.is_causal:
-            return self.num_frames((num_frames - 1) // ratio + 1)
-        return self.num_frames(max(1, num_frames // ratio))
-
-    def _check_frames(self, num_frames: int, *, rest: int, rule: str) -> None:
-        ratio = self.time_compression_ratio
-        if num_frames % ratio != rest % ratio:
-            below = (num_frames - rest) // ratio * ratio + rest
-            raise RequestError(f"num_frames={num_frames} must be {rule}: use {max(below, 1)} or {below + ratio}")
+        latent_frames = (num_frames - self.is_causal) // self.time_compression_ratio + self.is_causal
+        return self.num_frames(max(1, latent_frames))

@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 from torch import Tensor
 
-from opensora_cli.core.device_names import ACCELERATORS, GPU, PATTERN
+from opensora_cli.core.device_names import ACCELERATORS, GPU
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.limits import read_private_memory
 
@@ -35,16 +35,14 @@ _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device for a name, or raise HardwareError. `auto` is the first GPU if there is one, else the CPU."""
-    if name == "auto":
-        return torch.device(GPU, 0) if has_gpu() else torch.device("cpu")
-    if name == "cpu":
+    """Return the device for a valid name, or raise HardwareError if this machine lacks it.
+
+    `auto` is the first GPU if there is one, else the CPU.
+    """
+    if name == "cpu" or (name == "auto" and not has_gpu()):
         return torch.device("cpu")
-    match = re.fullmatch(PATTERN, name)
-    if match is None:
-        raise HardwareError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N")
-    kind, index = match[1], int((match[2] or ":0")[1:])
-    count = device_count(kind)
+    kind, _, number = (GPU if name == "auto" else name).partition(":")
+    count, index = device_count(kind), int(number or 0)
     if not count:
         cause, hint = _why_absent(kind)
         raise HardwareError(f"device={name} is not there: {cause}", hint=hint)

@@ -63,7 +63,6 @@ class DriverFacts:
     version: str | None = None
     """Version of the driver. None means no driver."""
     gpus: tuple[str, ...] = ()
-    """Names of the GPUs in the machine."""
     failure: str | None = None
     """Error of an installed nvidia-smi that fails."""
 

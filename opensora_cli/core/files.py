@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -230,9 +230,7 @@ def _swap_names(temporary: Path, target: Path) -> None:
 
 def _swap_in_one_step(first: Path, second: Path) -> bool:
     """Swap two names in the kernel; return False if that was not possible."""
-    if sys.platform != "linux":
-        return False
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False
     failed: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
@@ -285,18 +283,18 @@ def temporary_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_left(folder: Path, *, by: Collection[int] = ()) -> None:
-    """Remove the abandoned temporary files and the lock files without a holder from `folder`. Failures are ignored.
+def remove_left(folder: Path) -> None:
+    """Remove the abandoned temporary files and the lock files without a holder from `folder`, once per process.
 
-    Each process does this once per folder, and again for the temporary files of `by`, the IDs of ended processes.
+    Failures are ignored.
     """
     look = os.getpid(), folder.absolute()
-    if look in _looked_through and not by:
+    if look in _looked_through:
         return
     _looked_through.add(look)
     with suppress(OSError):
         for path in folder.iterdir():
-            if is_abandoned(path, ended=by):
+            if is_abandoned(path):
                 remove(path)
     if sys.platform != "win32":
         for path in folder.glob(".osora-*.lock"):
@@ -304,18 +302,18 @@ def remove_left(folder: Path, *, by: Collection[int] = ()) -> None:
                 pass
 
 
-def is_abandoned(path: Path, *, ended: Collection[int] = ()) -> bool:
+def is_abandoned(path: Path) -> bool:
     """Return whether a file or folder has a `temporary_name`, and nothing uses it.
 
-    Its process is one of `ended`, or has ended and not changed the file for a minute. A process on another machine or
-    in another container cannot be seen from here; the limit is then a day.
+    Its process has ended, and not changed the file for a minute. A process on another machine or in another container
+    cannot be seen from here; the limit is then a day.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
         return False
-    is_of_here, pid = match[1] == _place(), int(match[2])
-    if is_of_here and (pid in ended or psutil.pid_exists(pid)):
-        return pid in ended
+    is_of_here = match[1] == _place()
+    if is_of_here and psutil.pid_exists(int(match[2])):
+        return False
     with suppress(OSError):
         inside: Iterable[Path] = () if path.is_symlink() else path.rglob("*")
         last_change = max(each.lstat().st_mtime for each in [path, *inside])

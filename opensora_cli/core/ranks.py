@@ -17,8 +17,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Literal
 
@@ -33,8 +33,6 @@ LOG_VARIABLE = "OSORA_RANK_LOG"
 STORE_VARIABLE = "OSORA_RANK_STORE"
 """Variable that osora's launcher sets to the file store of its ranks."""
 
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 # Below the ephemeral ports of Linux, which begin at 32768.
 _FIRST_PORT, _PORTS = 12_000, 20_000
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
@@ -115,38 +113,28 @@ def first_host(nodelist: str) -> str:
 
 def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
     store, log = (Path(text) if (text := environment.get(name)) else None for name in (STORE_VARIABLE, LOG_VARIABLE))
-    needed = [name for name in _TORCHRUN if store is None or name not in _MEETING]
-    _require(environment, needed, "torchrun", "start with torchrun or --gpus; to run alone: unset")
-    rank, local_rank, world_size, nnodes = _counts(environment, *_TORCHRUN[:3], "GROUP_WORLD_SIZE")
-    return RankContext(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        nnodes=nnodes,
-        master_addr="" if store else environment["MASTER_ADDR"],
-        master_port=0 if store else _port(environment),
-        store=store,
-        log=log,
-    )
+    counts, meeting = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), () if store else ("MASTER_ADDR", "MASTER_PORT")
+    _require(environment, (*counts, *meeting), "torchrun", "start with torchrun or --gpus; to run alone: unset")
+    context = _counted(environment, *counts, "GROUP_WORLD_SIZE")
+    if store:
+        return replace(context, store=store, log=log)
+    return replace(context, master_addr=environment["MASTER_ADDR"], master_port=_port(environment), log=log)
 
 
 def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
     # A step may be smaller than its job.
-    tasks_name = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    nodes_name = _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    hosts_name = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    needed = ("SLURM_PROCID", "SLURM_LOCALID", tasks_name, nodes_name, hosts_name, "SLURM_JOB_ID")
-    _require(environment, needed, "srun", "start with srun; to run alone: unset")
-    rank, local_rank, world_size, nnodes = _counts(environment, *needed[:4])
-    if world_size == 1:
+    tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    hosts = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    counts = ("SLURM_PROCID", "SLURM_LOCALID", tasks, nodes)
+    _require(environment, (*counts, hosts, "SLURM_JOB_ID"), "srun", "start with srun; to run alone: unset")
+    context = _counted(environment, *counts)
+    if context.world_size == 1:
         return None
     port = _FIRST_PORT + _number(environment, "SLURM_JOB_ID") % _PORTS
-    return RankContext(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        nnodes=nnodes,
-        master_addr=environment.get("MASTER_ADDR") or first_host(environment[hosts_name]),
+    return replace(
+        context,
+        master_addr=environment.get("MASTER_ADDR") or first_host(environment[hosts]),
         master_port=_port(environment) if environment.get("MASTER_PORT") else port,
     )
 
@@ -166,8 +154,8 @@ def _require(environment: Mapping[str, str], names: Sequence[str], starter: str,
         )
 
 
-def _counts(environment: Mapping[str, str], rank: str, local: str, size: str, nodes: str) -> tuple[int, int, int, int]:
-    """Return the rank, the local rank, the number of ranks and that of machines. Raises RequestError if they differ."""
+def _counted(environment: Mapping[str, str], rank: str, local: str, size: str, nodes: str) -> RankContext:
+    """Return a rank without a store. Raises RequestError if the variables contradict each other."""
     world_size, nnodes = _number(environment, size), _number(environment, nodes) if nodes in environment else 1
     for name in (rank, local):
         if _number(environment, name) >= world_size:
@@ -177,7 +165,8 @@ def _counts(environment: Mapping[str, str], rank: str, local: str, size: str, no
             f"machines have different numbers of ranks: {world_size} on {nnodes}",
             hint="start equally many on every machine",
         )
-    return _number(environment, rank), _number(environment, local), world_size, nnodes
+    numbers = _number(environment, rank), _number(environment, local)
+    return RankContext(rank=numbers[0], local_rank=numbers[1], world_size=world_size, nnodes=nnodes)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -255,20 +244,20 @@ def linked(context: RankContext) -> Iterator[None]:
     """
     global _link
     number = os.environ.pop(CHANNEL_VARIABLE, None)  # child processes must not inherit it
-    with ExitStack() as stack:
+    try:
         if number is None or context.log is None:
             _link = _Link()
+            yield
         else:
             # The log stays open: faulthandler may need it until the process is gone.
             with writing(context.log):
                 log = open(context.log, "ab", buffering=0, opener=open_regular)  # noqa: SIM115
             channel = socket.socket(fileno=int(number))
             _link = _Link(channel, log)
-            stack.enter_context(_heartbeats(_link, channel, log))
-        try:
-            yield
-        finally:
-            _link = None
+            with _heartbeats(_link, channel, log):
+                yield
+    finally:
+        _link = None
 
 
 @contextmanager

@@ -122,9 +122,12 @@ class Applies(NamedTuple):
     saved: bool = False
     """Whether sidecars always record the settings."""
 
+    @cache  # noqa: B019  # rows are constants
     def covered(self, schema: "type[Section]") -> frozenset[str]:
         """Return the dotted keys of the settings of `schema` that the row is about."""
-        return _covered(schema, self.keys, self.but)
+        places = self.keys.split()
+        omitted = [f"{place}.{name}" for place in places for name in self.but.split()]
+        return frozenset(key for key in all_keys(schema) if is_inside(key, places) and not is_inside(key, omitted))
 
     def holds(self, settings: "Section") -> bool:
         """Return whether the settings take part in a run."""
@@ -161,12 +164,6 @@ def find_setting(settings: "Section", condition: str) -> tuple[bool, str]:
 def _parsed(condition: str) -> Sequence[str]:
     """Return the key, the sign and the value of a condition; `KEY` alone has neither sign nor value."""
     return [*re.split("(!=|=|>)", condition, maxsplit=1), "", ""][:3]
-
-
-@cache
-def _covered(schema: "type[Section]", keys: str, but: str) -> frozenset[str]:
-    omitted = [f"{place}.{name}" for place in keys.split() for name in but.split()]
-    return frozenset(key for key in all_keys(schema) if is_inside(key, keys.split()) and not is_inside(key, omitted))
 
 
 def is_inside(key: str, places: Iterable[str]) -> bool:

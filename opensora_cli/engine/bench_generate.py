@@ -33,7 +33,7 @@ from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.memory.monitor import Spread
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.tools import EXACT, STANDARD, Tries, tried_settings
+from opensora_cli.settings.tries import EXACT, STANDARD, Tries, tried_settings
 
 _SMALL_ERROR = 1e-3
 _NOTHING_KEPT: Mapping[str, object] = {

@@ -12,7 +12,7 @@ from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.section import FileName, Section, SplitAt, nested
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV, OPEN_SORA_V2, ModelName
+from opensora_cli.models.registry import ARCHITECTURES, OPEN_SORA_V2, ModelName
 from opensora_cli.models.vae.config import AutoencoderConfig, DCAEConfig, FluxAEConfig, HunyuanSizes, HunyuanVAEConfig
 
 DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
@@ -115,18 +115,6 @@ def settings_of(model: str) -> dict[str, Any]:
         "files": entry.files.model_dump(),
     }
     return nested(entry.defaults, into=found)
-
-
-def picture_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the model that makes the first picture: `given` over the entry in the registry."""
-    model, vae, files = (dict(given.get(name) or {}) for name in ("model", "vae", "files"))
-    name = str(model.get("name", FLUX1_DEV))
-    # Validation reports an unknown name.
-    entry = settings_of(name if name in ARCHITECTURES else FLUX1_DEV)
-    if vae.get("kind", entry["vae"]["kind"]) != entry["vae"]["kind"]:
-        entry["vae"] = {}
-    names = {name: entry["files"][name] for name in ("transformer", "vae", "hub_repo")}
-    return {**given, "model": entry["model"] | model, "vae": entry["vae"] | vae, "files": names | files}
 
 
 class LoraFile(Section):

@@ -27,7 +27,6 @@ class Option(NamedTuple):
     help: str = ""
     metavar: str = ""
     kind: Any = None
-    """Type of the value."""
     default: str = ""
     """Default for the help text."""
     short: str = ""

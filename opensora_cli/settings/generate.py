@@ -44,7 +44,6 @@ _CONFLICTS = (
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
     Pair("compile", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree, or compile=false"),
 )
-"""Settings that do not go together."""
 
 
 class GenerateSettings(Section):
@@ -263,21 +262,15 @@ def _mode_problems(settings: GenerateSettings, mode: ConditionMode, named: str, 
 
 def _time_problems(settings: GenerateSettings) -> Iterator[str]:
     """Yield the first problem of prompts by time. Other problems may follow from the first."""
-    prompts, fps, starts = settings.prompts_at, settings.video.fps, settings.segment_starts
-    if not prompts or not settings.video.extend:
-        return
+    prompts = settings.prompts_at if settings.video.extend else ()
     for earlier, later in pairwise(prompts):
         if later.at_s <= earlier.at_s:
             yield f"prompts_at={later.shown} must come after {earlier.at_s:g}s: give them in the order of their times"
             return
-    frames = [round(each.at_s * fps) for each in prompts]
-    for each, frame, next_frame in zip(prompts, frames, (*frames[1:], settings.num_frames), strict=True):
-        if not any(frame <= start < next_frame for start in starts):
-            end = "the next prompt" if frame < frames[-1] else "the end"
-            yield (
-                f"prompts_at={each.shown} has no effect, since no segment begins between then and {end}: "
-                f"segments begin at {', '.join(f'{start / fps:.3g}s' for start in starts)}"
-            )
+    for each in prompts:
+        if each.prompt not in settings.segment_prompts:
+            starts = ", ".join(f"{start / settings.video.fps:.3g}s" for start in settings.segment_starts)
+            yield f"prompts_at={each.shown} has no effect, since no segment begins then: segments begin at {starts}"
             return
 
 

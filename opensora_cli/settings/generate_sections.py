@@ -24,7 +24,7 @@ from opensora_cli.core.section import (
     one_of,
 )
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
-from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
+from opensora_cli.settings.components import ModelSettings, VAESettings, settings_of
 
 MAX_SEED = 2**62
 _FLUX = ARCHITECTURES[FLUX1_DEV].files
@@ -167,7 +167,16 @@ class PictureSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _start_from_entry(cls, values: object) -> object:
-        return picture_values(values) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        model, vae, files = (dict(values.get(name) or {}) for name in ("model", "vae", "files"))
+        name = str(model.get("name", FLUX1_DEV))
+        # Validation reports an unknown name.
+        entry = settings_of(name if name in ARCHITECTURES else FLUX1_DEV)
+        if vae.get("kind", entry["vae"]["kind"]) != entry["vae"]["kind"]:
+            entry["vae"] = {}
+        names = {name: entry["files"][name] for name in ("transformer", "vae", "hub_repo")}
+        return {**values, "model": entry["model"] | model, "vae": entry["vae"] | vae, "files": names | files}
 
 
 class SamplingSettings(Section):

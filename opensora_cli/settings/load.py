@@ -23,9 +23,9 @@ from pydantic import TypeAdapter, ValidationError
 from opensora_cli.core.choices import MediaFormat, Solver
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.core.formatting import escaped, plain
+from opensora_cli.core.formatting import escaped
 from opensora_cli.core.ranks import is_of_launcher
-from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.reading import read_json_object, require_schema
 from opensora_cli.core.section import NO_VALUE, is_inside
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
@@ -297,8 +297,7 @@ def read_sidecar(path: Path) -> SavedSettings:
     """Return the settings in the sidecar of a result."""
     hint = "--from takes the .json file beside a result"
     document = read_json_object(path, hint=hint)
-    if (schema := document.get("schema")) != SIDECAR_SCHEMA:
-        raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
+    require_schema(document, SIDECAR_SCHEMA, path, hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)
     return SavedSettings(source=str(path), values=document["settings"], is_own=is_of_launcher(path, os.environ))

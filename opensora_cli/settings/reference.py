@@ -87,7 +87,6 @@ _TRAINING = {
     "ckpt_every": "checkpoints.every",
     "keep_n_latest": "checkpoints.keep",
     "dtype": "precision.compute",
-    "grad_checkpoint": "memory.checkpointing",
 }
 _USUAL = """
 accumulation_steps=1 batch_size=1 pp_size=1 temporal_reduction=4
@@ -107,7 +106,6 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _CODE = ...
 """Value of an assignment in a `.py` file that is code and not data."""
 _PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
-"""Hint for code in a `.py` file."""
 _FOLDER = "ckpts"
 
 
@@ -195,9 +193,13 @@ def read_reference_training(file: ConfigFile) -> Sections:
     if isinstance(betas, list | tuple) and len(betas) == 2:
         found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
         values.drop("optim.betas")
-    if values.get("use_cosine_scheduler") is True:
-        values.drop("use_cosine_scheduler")
-        found["optimizer.schedule"] = "cosine"
+    for name, key, value in (
+        ("use_cosine_scheduler", "optimizer.schedule", "cosine"),
+        ("grad_checkpoint", "memory.checkpointing", "full"),
+    ):
+        if values.get(name) is True:
+            values.drop(name)
+            found[key] = value
     return nested(found | values.take(_TRAINING)), values.left()
 
 

@@ -1,34 +1,37 @@
-"""Settings of the commands that measure, serve and show, and of `osora vae`."""
+"""Settings of the commands that measure, serve and show, and of `osora data`, `osora ckpt` and `osora vae`."""
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, TypeVar
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
+from opensora_cli.core.choices import QKV, Format, Selection
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.core.formatting import nearest
-from opensora_cli.core.section import MAX_FRAMES, Applies, ByteSize, FileName, PlotFile, Section, changed, shown
-from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO
-from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, VAE, refuse_without_effect
+from opensora_cli.core.section import (
+    MAX_FRAMES,
+    Applies,
+    ByteSize,
+    FileName,
+    PlotFile,
+    Section,
+    ending,
+)
+from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, DOWNLOADS, DownloadName
+from opensora_cli.settings.applies import PARALLEL, VAE
 from opensora_cli.settings.components import VAESettings, settings_of
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings, PlacementSettings
-from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import (
     ConfigFile,
     Given,
     Layer,
-    check_key,
-    explain,
     open_config,
     read_environment,
     read_sections,
     validate,
 )
-from opensora_cli.settings.load import few_evaluations
 
 MIB = 2**20
 _BenchBytes = Annotated[ByteSize, Field(le=2**40)]
@@ -136,6 +139,132 @@ class GallerySettings(Section):
             yield f"output={self.output} must end with .html"
 
 
+TableFile = Annotated[FileName, ending(".csv", ".parquet")]
+PictureFile = Annotated[FileName, ending(".png", ".jpg", ".jpeg", ".webp")]
+
+
+class ScanSettings(Section):
+    """Folder of pictures and videos to make a table of."""
+
+    folder: FileName = Field(description="Folder to scan, with its subfolders.")
+    table: TableFile | None = Field(None, description="Table to write, CSV or parquet. None: DIR.csv.")
+    workers: int | None = Field(None, ge=1, le=1024, description="Files to read at a time. None: cores.")
+    overwrite: bool = Field(False, description="Replace an existing table.")
+
+
+class ShardSettings(Section):
+    """Table to split into parts."""
+
+    table: TableFile = Field(description="CSV or parquet file.")
+    parts: int = Field(ge=2, le=100_000, description="Number of files with equally many rows.")
+    overwrite: bool = Field(False, description="Replace existing parts.")
+
+
+class PreviewSettings(Section):
+    """Table to make a contact sheet of."""
+
+    table: TableFile = Field(description="CSV or parquet file.")
+    sheet: PictureFile = Field(description="Picture to write: .png, .jpg or .webp.")
+    count: int = Field(24, ge=1, le=1000, description="Number of random samples.")
+    seed: int = Field(0, ge=0, le=2**62, description="Seed of the choice of samples.")
+    overwrite: bool = Field(False, description="Replace an existing picture.")
+
+
+class WeightDType(StrEnum):
+    """Floating point type of written weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+_FORMAT_OF_ENDING = {".safetensors": Format.SAFETENSORS} | dict.fromkeys((".pt", ".pth", ".bin"), Format.TORCH)
+
+
+class InspectSettings(Section):
+    """Settings of `osora ckpt inspect`."""
+
+    path: FileName = Field(description="File or folder.")
+    select: Selection | None = Field(None, description="Weights of a training to use. None: model.")
+    all: bool = Field(False, description="Print a row for each tensor, too.")
+
+
+class VerifySettings(Section):
+    """Settings of `osora ckpt verify`."""
+
+    path: FileName = Field(description="File or folder.")
+    preset: str | None = Field(None, description="Require names and shapes of a released model.")
+
+
+class WriteSettings(Section):
+    """Place and format of written weights."""
+
+    target: FileName = Field(description="File or folder to write.")
+    format: Format | None = Field(None, description="Format to write. None: by the ending, else safetensors shards.")
+    shard_size: ByteSize | None = Field(None, description="Size of a shard, as in 4GB. None means 4096 MiB.")
+    overwrite: bool = Field(False, description="Replace an existing file.")
+
+    @property
+    def resolved_format(self) -> Format:
+        """Format that is given, or that of the target's name."""
+        return self.format or self.named_format or Format.SAFETENSORS_SHARDS
+
+    @property
+    def named_format(self) -> Format | None:
+        """Format of the target's ending, or None for an unknown ending."""
+        return _FORMAT_OF_ENDING.get(PurePath(self.target).suffix.lower())
+
+    def rules(self) -> Iterator[str]:
+        written, named, ending = self.resolved_format, self.named_format, PurePath(self.target).suffix
+        # `v1.5` is a name, and letters after a dot are an ending.
+        if self.format is None and named is None and ending[1:2].isalpha():
+            yield f"target={self.target} has an ending, {ending}, that names no format: add --format"
+            return
+        if named not in (None, written):
+            yield f"format={written} must agree with the ending of target={self.target}, {named}: use another name"
+        if self.shard_size is not None and not written.has_shards:
+            sharded = ", ".join(format_ for format_ in Format if format_.has_shards)
+            yield f"shard_size={self.shard_size} has no effect on format={written}: use one of {sharded}"
+
+
+class ConvertSettings(WriteSettings):
+    """Settings of `osora ckpt convert`."""
+
+    source: FileName = Field(description="File or folder to read.")
+    select: Selection | None = Field(None, description="Weights of a training to use. None: model.")
+    drop: tuple[FileName, ...] = Field((), description="Drop tensors named like 'double_blocks.*' in SRC.")
+    rename: tuple[str, ...] = Field((), description="Replace the start of names.")
+    qkv: QKV | None = Field(None, description="Write q, k and v as in Flux (fused) or Open-Sora (split).")
+    dtype: WeightDType | None = Field(None, description="Dtype of all floating point weights.")
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Options that the result depends on, if given."""
+        given = self.model_dump(mode="json", include={"select", "drop", "rename", "qkv", "dtype"})
+        return {name: value for name, value in given.items() if value}
+
+
+class MergeLoraSettings(WriteSettings):
+    """Settings of `osora ckpt merge-lora`."""
+
+    base: FileName = Field(description="File or folder of the model.")
+    adapter: FileName = Field(description="PEFT folder, or a diffusers, ComfyUI or kohya file.")
+    scale: float = Field(1.0, ge=-100, le=100, description="Factor of the adapter. -1 removes it from BASE again.")
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Options that the result depends on."""
+        return {"adapter": self.adapter, "scale": self.scale}
+
+
+class DownloadSettings(Section):
+    """Settings of `osora ckpt download`."""
+
+    preset: DownloadName = Field(description=f"Model to download: {', '.join(DOWNLOADS)}.")
+    to: FileName = Field("ckpts", description="Folder for the files; osora generate looks in ckpts.")
+    overwrite: bool = Field(False, description="Replace files that differ from those on the Hub.")
+
+
 _DEFAULT_PRESET = "demo"
 _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
 
@@ -219,81 +348,3 @@ def _read(schema: type[EncodeSettings], file: ConfigFile) -> dict[str, Given]:
         weights = {"file": entry["files"]["vae"], "hub_repo": None if packaged else entry["files"]["hub_repo"]}
         below = read_sections(schema, {"vae": entry["vae"], "weights": {} if is_trained else weights}, source=name)
     return {**below, **read_sections(schema, values, source=str(path))}
-
-
-Changes = Mapping[str, object]
-"""Settings of a run of bench-generate that differ from the exact run, by dotted key."""
-Tries = Mapping[str, Changes] | None
-"""Changes by name; None means the standard set."""
-EXACT = "exact"
-"""Name of the run with the settings as they are given, with which the others are compared."""
-
-
-# Every other setting must be better than fewer Euler steps.
-_SAMPLED = (("euler", 30), ("euler", 15), ("ab2", 30), ("ab2", 15), ("heun", 15))
-STANDARD: Mapping[str, Changes] = {
-    f"{solver}-{steps}": {"sampling.solver": solver, "sampling.num_inference_steps": steps, "sampling.timesteps": None}
-    for solver, steps in _SAMPLED
-} | {"fast": {"sampling.fast": True}}
-"""Settings that are compared if no `--try` is given."""
-
-
-def read_tries(texts: Sequence[str]) -> Tries:
-    """Return the changes of each `--try`: `exact` for none, a name of the standard set, or KEY=VALUE,KEY=VALUE.
-
-    No text means the standard set.
-    """
-    # The exact run is always made.
-    names = [name for name in map(str.strip, texts) if name != EXACT]
-    return {name: STANDARD.get(name) or _changes(name) for name in names} if texts else None
-
-
-def _changes(text: str) -> Changes:
-    if "=" not in text:
-        close = nearest(text, STANDARD)
-        known = f"did you mean {close}?" if close else f"there are {', '.join((EXACT, *STANDARD))}"
-        raise RequestError(
-            f"--try {text} is no name of the standard set, and no setting",
-            hint=f"{known}; settings are given as --try sampling.solver=ab2,sampling.num_inference_steps=15",
-        )
-    changes: dict[str, object] = {}
-    # A value may be a list, with commas of its own.
-    for pair in re.split(r",(?=[^,=]*[A-Za-z_][^,=]*=)", text):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or not key:
-            raise RequestError(f"--try {text} must be KEY=VALUE,KEY=VALUE, and has {pair!r}")
-        check_key(GenerateSettings, key, source=f"--try {text}")
-        if key in SAME_FOR_ALL_RUNS.covered(GenerateSettings):
-            hint = f"drop it, or give it to all runs: --set {key}={value}"
-            raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
-        changes[key] = value
-    return changes
-
-
-def refuse_unfit(settings: GenerateSettings) -> None:
-    """Raise RequestError if settings ask for something other than one whole video from noise."""
-    for key, value in changed(settings).items():
-        if key in ("from_latents", "resume", "sampling.num_samples", "sampling.stop_at", "output.explore"):
-            what = "bench-generate makes one whole video with each setting"
-            raise RequestError(f"{key}={shown(value)} cannot be compared: {what}", hint="drop it")
-
-
-def tried_settings(exact: GenerateSettings, changes: Changes, *, name: str = "") -> GenerateSettings:
-    """Return the settings of the exact run with the changes of `--try NAME` and what their `sampling.fast` stands for.
-
-    Raises RequestError if they break a rule, or if a change has no effect.
-    """
-    if "sampling.fast" in changes and exact.sampling.fast:
-        problem = f"--try {name}: sampling.fast has no effect, because the exact run is fast already"
-        raise RequestError(problem, hint="compare with a run without --fast")
-    given = {key: Given(value, f"--try {name}") for key, value in changes.items()}
-    try:
-        tried = exact.replace(changes)
-        # What a fast exact run stands for is in its settings already.
-        if tried.sampling.fast and not exact.sampling.fast:
-            few = few_evaluations(tried.sampling, without=exact.sampling.num_inference_steps)
-            tried = tried.replace({key: value for key, value in few.items() if key not in changes})
-    except ValidationError as error:
-        raise RequestError("\n".join(explain(error, given))) from error
-    refuse_without_effect(tried, given)
-    return tried

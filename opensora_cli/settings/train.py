@@ -19,7 +19,6 @@ from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings import train_sections as sections
 from opensora_cli.settings.applies import TRAIN, Pair, pair_problems, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, channel_problems, settings_of
-from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import (
     INNER_DEGREES,
     Compression,
@@ -58,7 +57,7 @@ class TrainSettings(Section):
     weights: tuple[str, ...] = Field((), description="Folders with the frozen parts, or demo.")
     device: DeviceName = Field("auto", description=device_names.HELP)
     threads: Threads | None = Field(None, description="CPU threads. None means by work and cores.")
-    data: DataSettings = DataSettings()
+    data: sections.DataSettings = sections.DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
     text: sections.TextTrainSettings = sections.TextTrainSettings()
@@ -208,10 +207,9 @@ _NEEDS = (
     Pair("target=distill", "lora.rank", "set it, as in lora.rank=32: an adapter is trained beside its teacher"),
     Pair("target=dmd", "lora.rank", "set it, as in lora.rank=32: an adapter is trained beside its teacher"),
 )
-"""Settings that need another one."""
 
 _CONFLICTS = (
-    Pair("parallel.devices", "device=cpu", "drop one of them"),
+    Pair("parallel.devices", "device!=auto|cuda", "drop one of them"),
     Pair("parallel.dp_shard_degree>1", "strategy=ddp", "use zero1 to zero3"),
     Pair("parallel.compression=bf16", "precision.compute!=fp32", "use none, or precision.compute=fp32"),
     Pair("optimizer.name=muon", "strategy!=ddp", "use adamw, or ddp: it needs whole matrices"),
@@ -227,7 +225,6 @@ _CONFLICTS = (
     Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
 )
-"""Settings that do not go together."""
 
 
 def _device_problems(settings: TrainSettings) -> Iterator[str]:
@@ -235,8 +232,6 @@ def _device_problems(settings: TrainSettings) -> Iterator[str]:
     if parallel.world_size > 1 and device_names.has_index(device):
         kind = device_names.type_of(device)
         yield f"device={device} is one GPU, and there are {parallel.world_size} ranks: use {kind}, or parallel.devices"
-    if parallel.devices is not None and device_names.type_of(device) in device_names.UNTESTED:
-        yield f"parallel.devices picks GPUs, and device={device} is none: drop one of them"
     if parallel.compression is Compression.FP8:
         yield "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
     if problems := [*_degree_problems(settings)]:

@@ -15,8 +15,8 @@ from opensora_cli.sampling.guidance import oscillating_scale
 from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.sampling.sizes import image_size, inference_sizes, nearest_training_size, training_sizes
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
-from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.train_sections import DataSettings
 
 FITTED = (
     *("picture_height", "picture_width", "height", "width"),

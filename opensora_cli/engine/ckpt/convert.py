@@ -30,7 +30,7 @@ from opensora_cli.models.mmdit.layout import (
     plan_layout,
     reorder_heads,
 )
-from opensora_cli.settings.ckpt import ConvertSettings, MergeLoraSettings, WeightDType
+from opensora_cli.settings.tools import ConvertSettings, MergeLoraSettings, WeightDType
 
 _DTYPES = {
     WeightDType.FP32: torch.float32,

@@ -15,7 +15,7 @@ from opensora_cli.core.locks import open_regular, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, fetch, is_content, part_of, read_repo
 from opensora_cli.models.registry import ARCHITECTURES, WeightNames
-from opensora_cli.settings.ckpt import DownloadSettings
+from opensora_cli.settings.tools import DownloadSettings
 
 _SAFETENSORS = ".safetensors"
 # Formats of the same weights that are slower or unsafe to read, or belong to other frameworks.

@@ -24,7 +24,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import aligned_rows, first_few, format_bytes, nearest, plain
 from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
-from opensora_cli.settings.ckpt import InspectSettings
+from opensora_cli.settings.tools import InspectSettings
 
 
 class InspectedTensor(Document):

@@ -20,7 +20,7 @@ from opensora_cli.core.limits import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.download import downloaded_sha256
 from opensora_cli.engine.ckpt.inspect import check, read_released
-from opensora_cli.settings.ckpt import VerifySettings
+from opensora_cli.settings.tools import VerifySettings
 
 _STEP_NUMEL = 2**20
 """Elements per step. They fit in the processor's cache, even in fp64."""

@@ -25,9 +25,10 @@ from opensora_cli.data.table import BadRow, BrokenFile, read_table
 from opensora_cli.engine.data.scan import scan
 from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, make_buckets, open_table, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
-from opensora_cli.settings.data import BucketSettings, BucketTable, DataSettings, ScanSettings
 from opensora_cli.settings.layers import EXTENDS, settings_path
+from opensora_cli.settings.tools import ScanSettings
 from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train_sections import BucketSettings, BucketTable, DataSettings
 
 _MOST_LENGTHS = 6
 _LISTED = 20

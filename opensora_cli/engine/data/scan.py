@@ -33,7 +33,8 @@ from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.media.write import BACKGROUND, contact_sheet
-from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
+from opensora_cli.settings.tools import PreviewSettings, ScanSettings, ShardSettings
+from opensora_cli.settings.train_sections import DataSettings
 
 _FRAME = (160, 110)
 _LETTERS = 76

@@ -24,8 +24,8 @@ from opensora_cli.engine.encode.inputs import NO_TABLE, TABLE_HINT
 from opensora_cli.media.read import read_cut
 from opensora_cli.media.resize import fit_frames
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
-from opensora_cli.settings.data import BucketTable
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_sections import BucketTable
 
 _EXAMPLES = 3
 

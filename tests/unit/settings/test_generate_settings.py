@@ -40,8 +40,8 @@ BROKEN = {
         ({**EXTENDED, "prompts_at": ("9s=snow", "6s=sea")}, "prompts_at=6s=sea must come after 9s"),
         ({**EXTENDED, "prompts_at": ("0s=snow",)}, "prompts_at.at_s=0 must be over 0"),
         # Segments begin at the frames 0, 129 and 225.
-        ({**EXTENDED, "prompts_at": ("9.4s=snow",)}, "then and the end: segments begin at 0s, 5.38s, 9.38s"),
-        ({**EXTENDED, "prompts_at": ("1s=snow", "2s=sea")}, "no segment begins between then and the next prompt"),
+        ({**EXTENDED, "prompts_at": ("9.4s=snow",)}, "no segment begins then: segments begin at 0s, 5.38s, 9.38s"),
+        ({**EXTENDED, "prompts_at": ("1s=snow", "2s=sea")}, "prompts_at=1s=snow has no effect, since no segment"),
         ({"draft.strength": 0.5}, "draft.strength=0.5 has no effect without draft.resolution: give --draft-res, too"),
         ({"video.resolution": "256"}, "video.resolution=256 must be a pixel count, as in 256px or 720p"),
         ({"video.height": 256}, "video.height=256 must come with video.width"),

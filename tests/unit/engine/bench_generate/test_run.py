@@ -12,7 +12,7 @@ from opensora_cli.engine.bench_generate import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
-from opensora_cli.settings.tools import read_tries
+from opensora_cli.settings.tries import read_tries
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 

@@ -13,7 +13,7 @@ from tiny_world import RecordingReporter
 import opensora_cli
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.engine.ckpt.convert import convert
-from opensora_cli.settings.ckpt import ConvertSettings
+from opensora_cli.settings.tools import ConvertSettings
 
 
 def settings(source: Path, target: Path, **options: object) -> ConvertSettings:

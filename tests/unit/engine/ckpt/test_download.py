@@ -15,7 +15,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.download import download, downloaded_sha256, plan_download
 from opensora_cli.engine.components.weights import find_released
 from opensora_cli.models.registry import WeightNames
-from opensora_cli.settings.ckpt import DownloadSettings
+from opensora_cli.settings.tools import DownloadSettings
 
 MAIN = "hpcai-tech/Open-Sora-v2"
 FLUX = "black-forest-labs/FLUX.1-dev"

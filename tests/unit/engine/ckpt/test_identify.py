@@ -14,7 +14,7 @@ from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, p
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.settings.ckpt import InspectSettings
+from opensora_cli.settings.tools import InspectSettings
 
 MODELS = {
     "open-sora-v2": lambda: MMDiT(MMDiTConfig()),

@@ -15,7 +15,7 @@ from opensora_cli.engine.ckpt import verify as verify_module
 from opensora_cli.engine.ckpt.download import write_record
 from opensora_cli.engine.ckpt.inspect import Released, read_released
 from opensora_cli.engine.ckpt.verify import Verification, verify
-from opensora_cli.settings.ckpt import VerifySettings
+from opensora_cli.settings.tools import VerifySettings
 
 
 def check(path: Path, **options: object) -> Verification:

@@ -32,10 +32,10 @@ from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.ckpt import MergeLoraSettings
 from opensora_cli.settings.devices import HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.tools import MergeLoraSettings
 
 IN_BLOCKS = r".*_blocks\..*(proj|mlp|linear2|mlp\.\d)"
 TRANSFORMER = packaged_demo() / "transformer.safetensors"

@@ -17,7 +17,8 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.scan import ScanResult, preview, scan
-from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings
+from opensora_cli.settings.tools import PreviewSettings, ScanSettings
+from opensora_cli.settings.train_sections import DataSettings
 
 
 @pytest.fixture

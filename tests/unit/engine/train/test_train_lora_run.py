@@ -23,8 +23,8 @@ from opensora_cli.engine.train.build import new_transformer
 from opensora_cli.engine.train.memory import streamed_weights, waiting_weights
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
-from opensora_cli.settings.ckpt import MergeLoraSettings
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.tools import MergeLoraSettings
 from opensora_cli.settings.train import TrainSettings
 
 DEMO = packaged_demo()
