@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli.fake_engine import FakeEngine
 from safetensors.torch import save_file
 
 from opensora_cli.cli.app import main
