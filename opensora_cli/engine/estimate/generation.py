@@ -163,7 +163,6 @@ def _denoise(plan: "Plan", offload: OffloadPlan, kept: tuple[tuple[str, int], ..
         loras=loras,
         attention="sdpa" if plan.attention is None else plan.attention.backend,
         mesh=plan.mesh,
-        exchange=plan.exchange,
         dtype=dtype,
         device_type=device_type,
     )

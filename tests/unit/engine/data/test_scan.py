@@ -17,7 +17,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.scan import ScanResult, preview, scan, shard
-from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
+from opensora_cli.settings.data import PreviewSettings, ScanSettings, ShardSettings
 
 
 @pytest.fixture
@@ -199,8 +199,7 @@ def test_parts_lie_beside_the_table_and_are_not_replaced(tmp_path: Path) -> None
 def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
     table = run(folder).table
     sheet = folder / "sheet.png"
-    data = DataSettings.model_validate({"buckets": {"64px": {1: (1.0, 1), 5: (1.0, 1)}}})
-    result = preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
+    result = preview(PreviewSettings(table=str(table), sheet=str(sheet)))
     assert (result.shown, result.rows, result.broken) == (4, 4, ())
     pixels = np.asarray(Image.open(sheet).convert("RGB"), dtype=int)
     # One below the other; the ground has the level 32, and the first frames have 20.
@@ -209,14 +208,14 @@ def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
     for cell in np.array_split(first, 4):
         assert cell.sum() > 500
     with pytest.raises(OutputError, match="exists already"):
-        preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
+        preview(PreviewSettings(table=str(table), sheet=str(sheet)))
 
 
 def test_a_contact_sheet_says_what_it_cannot_show(folder: Path) -> None:
     table = run(folder).table
     (folder / "b.mp4").unlink()
     sheet = folder / "sheet.webp"
-    result = preview(PreviewSettings(table=str(table), sheet=str(sheet), count=1000), DataSettings(), multiple=16)
+    result = preview(PreviewSettings(table=str(table), sheet=str(sheet), count=1000))
     assert (result.shown, len(result.broken)) == (4, 1)
     assert sheet.is_file()
     with pytest.raises(BatchError, match=r"1 of 4 samples cannot be read\n.*b\.mp4"):
