@@ -343,13 +343,13 @@ _RULES: dict[Any, Callable[..., Any]] = {
         _elementwise,
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Scalar, _aten.mul.Tensor, _aten.mul.Scalar),
         *(_aten.neg.default, _aten.abs.default, _aten.clamp.default, _aten.round.default, _aten.relu.default),
-        *(_aten.minimum.default, _aten.lerp.Scalar, _aten.lerp.Tensor, _aten.pow.Tensor_Scalar, _aten.addcmul.default),
+        *(_aten.lerp.Scalar, _aten.pow.Tensor_Scalar, _aten.addcmul.default),
     ),
     # These turn integers into floating point numbers.
     **_for_each(
         partial(_elementwise, floats=True),
         *(_aten.div.Tensor, _aten.reciprocal.default, _aten.sqrt.default, _aten.rsqrt.default, _aten.pow.Scalar),
-        *(_aten.cos.default, _aten.sin.default, _aten.exp.default, _aten.log.default, _aten.tanh.default),
+        *(_aten.cos.default, _aten.sin.default, _aten.exp.default, _aten.log.default),
         *(_aten.sigmoid.default, _aten.silu.default, _aten.gelu.default),
     ),
     **_for_each(
@@ -357,7 +357,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
         *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default),
         *(_aten.clone.default, _aten._to_copy.default),
     ),
-    **_for_each(lambda tensor, _, **options: _like(tensor, **options), _aten.full_like.default, _aten.flip.default),
+    _aten.flip.default: lambda tensor, _: _like(tensor),
     **_for_each(
         lambda *args: _like(_elementwise(*args), dtype=torch.bool), _aten.lt.Scalar, _aten.gt.Scalar, _aten.eq.Scalar
     ),

@@ -268,7 +268,7 @@ class FakeSequenceParallel:
 def fake_attention(mesh: MeshShape, backend: AttentionBackend) -> AttentionFn:
     """Return a stand-in that allocates like the attention between ranks (`UlyssesAttention`, `RingAttention`).
 
-    Chunks of heads need less than the exchange, and compressed exchanges less than others. `backend` must run on fake tensors, such as the result of
+    Chunks of heads and compressed exchanges need less. `backend` must run on fake tensors, such as the result of
     `attention_stand_in`.
     """
     attention = backend if mesh.ring == 1 else partial(_round_the_ring, backend, mesh.ring)
