@@ -190,7 +190,7 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
         raise RequestError(f"--new takes a recipe of osora as --config, and {base} is a file of the reference")
     settings = load_train_settings(config=base, overrides={}, environment={})
     reporter = reporter or SilentReporter()
-    table, broken = Path(f"{os.path.abspath(folder)}.csv"), tuple[BrokenFile, ...]()
+    table, broken = recipe.with_suffix(".csv"), tuple[BrokenFile, ...]()
     if os.path.lexists(table):
         reporter.note(f"{_shown(table)} is used unchanged: osora data scan {folder} --overwrite reads the folder again")
     else:
@@ -198,8 +198,7 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
     buckets, fps_max, unfit = suggest_buckets(read_table(table).samples, settings)
     if not buckets:
         raise FileProblem(f"{folder} has nothing large and long enough to train on", hint="give larger or longer clips")
-    name = Path(os.path.abspath(folder)).name
-    text = _recipe_text(settings, buckets, fps_max, unfit, base=base, name=name, table=table, recipe=recipe)
+    text = _recipe_text(settings, buckets, fps_max, unfit, base=base, recipe=recipe)
     with atomic_path(recipe, replace=False) as temporary:
         temporary.write_text(text, encoding="utf-8")
         # Checked before the rename, because a base may have settings that contradict a table.
@@ -271,23 +270,15 @@ def _sides(samples: Samples, usual: int, *, multiple: int) -> NDArray[np.int64]:
 
 
 def _recipe_text(
-    settings: TrainSettings,
-    buckets: BucketTable,
-    fps_max: float,
-    unfit: int,
-    *,
-    base: Path,
-    name: str,
-    table: Path,
-    recipe: Path,
+    settings: TrainSettings, buckets: BucketTable, fps_max: float, unfit: int, *, base: Path, recipe: Path
 ) -> str:
-    source = settings_path(base, "train")
+    name, source = recipe.stem, settings_path(base, "train")
     plain = {name: {n: list(bucket) for n, bucket in rest.items()} for name, rest in buckets.items()}
     values: dict[str, object] = {
         EXTENDS: f"train/{base}" if source != base else os.path.abspath(base),
         "output": f"runs/{name}",
         "data": {
-            "table": str(_shown(table)),
+            "table": str(_shown(recipe.with_suffix(".csv"))),
             "fps_max": fps_max,
             # Buckets as text replace all of the base.
             "buckets": yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6).strip(),
