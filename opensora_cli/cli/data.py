@@ -6,10 +6,9 @@ from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_comman
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.layers import Given, Layer
+from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.tools import PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_sections import DataSettings
 
 
 def scan(settings: ScanSettings, call: Call) -> None:
@@ -43,7 +42,7 @@ def shard(settings: ShardSettings, call: Call) -> None:
 
 
 def preview(settings: PreviewSettings, call: Call) -> None:
-    """Make a contact sheet of a table: frames, captions, sizes and buckets.
+    """Make a contact sheet of a table: frames, captions and sizes.
 
     Examples:
       osora data preview clips.csv -o sheet.png
@@ -51,15 +50,8 @@ def preview(settings: PreviewSettings, call: Call) -> None:
     require_there(settings.table)
     with call.loading():
         from opensora_cli.engine.data import scan as engine
-        from opensora_cli.engine.encode.datasets import pixel_multiple
 
-    data, multiple = DataSettings(), 16
-    if call.config is not None:
-        # Files of the reference name no table, and are refused without one.
-        table = {"data.table": Given(settings.table, "TABLE")} if call.config.suffix == ".py" else {}
-        training = train.load_settings(table, call)
-        data, multiple = training.data, pixel_multiple(training)
-    call.show(engine.preview(settings, data, multiple=multiple, reporter=call.reporter))
+    call.show(engine.preview(settings, reporter=call.reporter))
 
 
 def cache(given: Layer, call: Call) -> None:
@@ -82,11 +74,7 @@ def cache(given: Layer, call: Call) -> None:
 
 
 _SCAN_ROWS = {"DIR": Option("folder"), "--out": Option("table", metavar="TABLE", short="-o")}
-_PREVIEW_ROWS = {
-    "TABLE": Option("table"),
-    "--out": Option("sheet", metavar="FILE", short="-o"),
-    "--config": CONFIG._replace(help="Recipe of osora train whose buckets to show."),
-}
+_PREVIEW_ROWS = {"TABLE": Option("table"), "--out": Option("sheet", metavar="FILE", short="-o")}
 _CACHE_ROWS = {
     "--config": CONFIG._replace(help=train.CONFIG_HELP),
     "--table": Option("data.table", help="Table of clips, in place of the recipe's data.", metavar="FILE"),

@@ -196,16 +196,13 @@ class LinearWarmupLR(LRScheduler):
         return [self.initial_lr + (full - self.initial_lr) * share for full in self.base_lrs]
 
 
-class _CosineWarmupLR(LRScheduler):
+class _CosineWarmupLR(LinearWarmupLR):
     """Schedule with a linear warm-up from 0, and then half a cosine down to 0 at `total_steps`."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, total_steps: int, warmup_steps: int) -> None:
         # The attributes are saved, and plain numbers can be loaded safely.
         self.total_steps = total_steps
-        self.warmup_steps = warmup_steps
-        super().__init__(optimizer, last_epoch)
+        super().__init__(optimizer, warmup_steps=warmup_steps)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the rates of the coming step."""

@@ -56,15 +56,6 @@ class Samples:
     def __len__(self) -> int:
         return len(self.num_frames)
 
-    def only(self, wanted: NDArray[np.int64]) -> "Samples":
-        """Return the samples with these indices."""
-        return Samples(
-            num_frames=self.num_frames[wanted],
-            height=self.height[wanted],
-            width=self.width[wanted],
-            fps=self.fps[wanted],
-        )
-
 
 class Buckets:
     """Assignment of samples to buckets.

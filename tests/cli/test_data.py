@@ -55,11 +55,5 @@ def test_a_table_is_split(folder: Path, run) -> None:
     code, out, err = run("data", "preview", table, "-o", sheet, "--quiet")
     assert (code, out, err) == (0, f"{sheet}\n", "")
     assert run("data", "preview", table, "-o", sheet)[0] == 3
-    code, out, _ = run("data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", "demo_lora")
+    code, out, _ = run("data", "preview", table, "-o", sheet, "--overwrite", "--json")
     assert (code, json.loads(out)["shown"]) == (0, 4)
-    # A configuration of the reference, which names no table; what it says that has no place here is told.
-    config = folder / "stage.py"
-    config.write_text("bucket_config = {'64px': {5: (1.0, 2)}}\nmodel = dict(type='flux')\nload = 'some/folder'\n")
-    code, out, err = run("data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", config)
-    assert (code, json.loads(out)["shown"]) == (0, 4)
-    assert "not carried over: load" in err

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -177,15 +176,6 @@ class NewRecipe(Document):
         ]
 
 
-class Suggestion(NamedTuple):
-    """Buckets that fit a table."""
-
-    buckets: BucketTable
-    fps_max: float
-    unfit: int
-    """Rows that fit no bucket: too small for a token, or with too few frames for a latent frame."""
-
-
 def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -> NewRecipe:
     """Write `FOLDER.yaml` beside a folder: the recipe `base` with buckets for all clips of the folder.
 
@@ -201,16 +191,15 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
         raise RequestError(f"--new takes a recipe of osora as --config, and {base} is a file of the reference")
     settings = load_train_settings(config=base, overrides={}, environment={})
     reporter = reporter or SilentReporter()
-    table, broken = Path(f"{os.path.abspath(folder)}.csv"), tuple[BrokenFile, ...]()
+    table, broken = recipe.with_suffix(".csv"), tuple[BrokenFile, ...]()
     if os.path.lexists(table):
         reporter.note(f"{_shown(table)} is used unchanged: osora data scan {folder} --overwrite reads the folder again")
     else:
         broken = scan(ScanSettings(folder=folder), reporter=reporter).broken
-    suggestion = suggest_buckets(read_table(table).samples, settings)
-    if not suggestion.buckets:
+    buckets, fps_max, unfit = suggest_buckets(read_table(table).samples, settings)
+    if not buckets:
         raise FileProblem(f"{folder} has nothing large and long enough to train on", hint="give larger or longer clips")
-    name = Path(os.path.abspath(folder)).name
-    text = _recipe_text(settings, suggestion, base=base, name=name, table=table, recipe=recipe)
+    text = _recipe_text(settings, buckets, fps_max, unfit, base=base, recipe=recipe)
     with atomic_path(recipe, replace=False) as temporary:
         temporary.write_text(text, encoding="utf-8")
         # Checked before the rename, because a base may have settings that contradict a table.
@@ -219,8 +208,8 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
     return NewRecipe(recipe=_shown(recipe), table=table, data=data, broken=broken)
 
 
-def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
-    """Return buckets for all samples that fit the models of `settings`.
+def suggest_buckets(samples: Samples, settings: TrainSettings) -> tuple[BucketTable, float, int]:
+    """Return buckets for all samples that fit the models of `settings`, `data.fps_max`, and the number of samples left.
 
     The settings give resolution, longest length, frame rate and size of a micro-batch. Shorter videos get additional
     lengths, and smaller videos additional resolutions. A micro-batch is no larger than the number of samples of the
@@ -251,7 +240,7 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
         thinned = {round(place) for place in np.linspace(0, len(wanted) - 1, _MOST_LENGTHS)}
         table[f"{each}px"] = {wanted[place]: BucketSettings(1.0, 1) for place in sorted(thinned)}
     if not table:
-        return Suggestion(buckets={}, fps_max=fps_max, unfit=len(samples))
+        return {}, fps_max, len(samples)
     buckets = make_buckets(table, fps_max=fps_max, multiple=multiple)
     placed = buckets.assign(samples, np.zeros((len(samples), len(buckets.resolutions))))
     counts = np.bincount(placed[placed != NO_BUCKET], minlength=len(buckets))
@@ -262,58 +251,55 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
     for (name, length), of_shapes in sorted(found.items(), key=lambda item: (-num_pixels(item[0][0]), -item[0][1])):
         most = int(budget // (grid.latent_frames(length) * num_pixels(name)))
         filled.setdefault(name, {})[length] = BucketSettings(1.0, max(1, min(most, 4096, *of_shapes)))
-    return Suggestion(buckets=filled, fps_max=fps_max, unfit=int((placed == NO_BUCKET).sum()))
+    return filled, fps_max, int((placed == NO_BUCKET).sum())
 
 
 def _sides(samples: Samples, usual: int, *, multiple: int) -> NDArray[np.int64]:
-    """Return the side of each sample's resolution: the usual side, a smaller one, or 0 for a sample that is too small.
-    The largest clips of a smaller side have up to four times the pixels of its smallest clips.
+    """Return the side of each sample's resolution: the usual side or the largest half, quarter ... that the sample
+    fills; 0 for a sample that is too small.
     """
-    own = np.floor(np.sqrt(samples.height * samples.width / FILLED)).astype(np.int64)
-    sides = np.where(own >= usual, usual, 0)
-    while (rest := np.flatnonzero((sides == 0) & (own > 0))).size:
-        group = rest[own[rest] * 2 >= own[rest].max()]
-        side = int(own[group].min())
-        if side < 10:  # the smallest that a resolution can name
-            break
+    own = np.sqrt(samples.height * samples.width / FILLED)
+    sides, side = np.zeros(len(samples), dtype=np.int64), usual
+    while side >= 10:  # the smallest that a resolution can name
         try:
             training_sizes(f"{side}px", multiple=multiple)
-            sides[group] = side
         except RequestError:
-            own[group] = 0
+            break
+        sides[(sides == 0) & (own >= side)] = side
+        side //= 2
     return sides
 
 
 def _recipe_text(
-    settings: TrainSettings, suggestion: Suggestion, *, base: Path, name: str, table: Path, recipe: Path
+    settings: TrainSettings, buckets: BucketTable, fps_max: float, unfit: int, *, base: Path, recipe: Path
 ) -> str:
-    source = settings_path(base, "train")
-    plain = {name: {n: list(bucket) for n, bucket in rest.items()} for name, rest in suggestion.buckets.items()}
+    name, source = recipe.stem, settings_path(base, "train")
+    plain = {name: {n: list(bucket) for n, bucket in rest.items()} for name, rest in buckets.items()}
     values: dict[str, object] = {
         EXTENDS: f"train/{base}" if source != base else os.path.abspath(base),
         "output": f"runs/{name}",
         "data": {
-            "table": str(_shown(table)),
-            "fps_max": suggestion.fps_max,
+            "table": str(_shown(recipe.with_suffix(".csv"))),
+            "fps_max": fps_max,
             # Buckets as text replace all of the base.
             "buckets": yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6).strip(),
         },
     }
-    if settings.trains_transformer and (changes := _transformer_values(settings, suggestion, name=name)):
+    if settings.trains_transformer and (changes := _transformer_values(settings, buckets, name=name)):
         values["train_mmdit"] = changes
     lines = [
         f"# Clips of {name}, made by `osora train --new`: {base} with buckets that take in all of them.",
         f"# osora train --config {_shown(recipe)}",
         "# Buckets: resolution, frames, [probability, clips of a micro-batch, at most those of the rarest shape].",
-        *([f"# Skipped, too small or too short for any bucket: {suggestion.unfit:,}."] if suggestion.unfit else []),
+        *([f"# Skipped, too small or too short for any bucket: {unfit:,}."] if unfit else []),
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def _transformer_values(settings: TrainSettings, suggestion: Suggestion, *, name: str) -> dict[str, object]:
+def _transformer_values(settings: TrainSettings, buckets: BucketTable, *, name: str) -> dict[str, object]:
     """Return a cache of its own, and no weight for condition modes that no clip is long enough for."""
     chosen, grid = settings.train_mmdit, settings.vae.grid
-    most = max(grid.latent_frames(length) for lengths in suggestion.buckets.values() for length in lengths)
+    most = max(grid.latent_frames(length) for lengths in buckets.values() for length in lengths)
     weights = {
         mode: 0
         for mode in chosen.mode_weights.by_mode()

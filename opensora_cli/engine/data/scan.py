@@ -19,7 +19,7 @@ from opensora_cli.core.formatting import as_unicode, escaped, first_few, is_unic
 from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
-from opensora_cli.data.buckets import NO_BUCKET, Buckets
+from opensora_cli.data.buckets import Samples
 from opensora_cli.data.table import (
     COLUMNS,
     BrokenFile,
@@ -29,12 +29,10 @@ from opensora_cli.data.table import (
     split_table,
     write_table,
 )
-from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.media.write import BACKGROUND, contact_sheet
 from opensora_cli.settings.tools import PreviewSettings, ScanSettings, ShardSettings
-from opensora_cli.settings.train_sections import DataSettings
 
 _FRAME = (160, 110)
 _LETTERS = 76
@@ -264,16 +262,13 @@ class PreviewResult(Document):
             raise BatchError("\n".join([count, *self.broken]))
 
 
-def preview(
-    settings: PreviewSettings, data: DataSettings, *, multiple: int, reporter: Reporter | None = None
-) -> PreviewResult:
-    """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption."""
+def preview(settings: PreviewSettings, *, reporter: Reporter | None = None) -> PreviewResult:
+    """Make a contact sheet of some samples of a table: frames, name, size and caption."""
     sheet = Path(settings.sheet)
     require_writable(sheet, overwrite=settings.overwrite)
     table = read_table(Path(settings.table))
     if not len(table):
         raise FileProblem(f"{settings.table} has no row that can be used")
-    buckets = make_buckets(data.buckets, fps_max=data.fps_max, multiple=multiple)
     count = min(settings.count, len(table))
     chosen = np.sort(np.random.default_rng(settings.seed).choice(len(table), size=count, replace=False)).tolist()
     cells, broken = list[tuple[str, torch.Tensor | None]](), list[str]()
@@ -286,7 +281,7 @@ def preview(
                 strip_HWC = _strip(table, index)
             except MediaError as error:
                 broken.append(error.message)
-            cells.append(("\n".join([name, _label(table, index, buckets), *caption]), strip_HWC))
+            cells.append(("\n".join([name, _label(table.samples, index), *caption]), strip_HWC))
             progress.advance()
     picture = Image.fromarray(contact_sheet(cells).numpy())
     with atomic_path(sheet) as temporary:
@@ -305,15 +300,8 @@ def _strip(table: ClipTable, index: int) -> torch.Tensor:
     return torch.from_numpy(np.array(strip))
 
 
-def _label(table: ClipTable, index: int, buckets: Buckets) -> str:
-    """Return size, length, rate and bucket of a sample in one line."""
-    samples = table.samples.only(np.array([index]))
-    frames, fps = int(samples.num_frames[0]), float(samples.fps[0])
-    size = f"{samples.width[0]}x{samples.height[0]}"
+def _label(samples: Samples, index: int) -> str:
+    """Return size, length and rate of a sample in one line."""
+    frames, fps = int(samples.num_frames[index]), float(samples.fps[index])
     length = "picture" if frames == 1 else f"{frames} frames" + ("" if np.isnan(fps) else f" at {fps:g}")
-    reachable = [bucket for bucket in buckets.reachable(samples)[0].tolist() if bucket != NO_BUCKET]
-    if not reachable:
-        return f"{size}, {length}: no bucket"
-    bucket = buckets[reachable[0]]
-    shape = f"{bucket.aspect_ratio} ({bucket.width}x{bucket.height})"
-    return f"{size}, {length}: {bucket.resolution} x {bucket.num_frames}, {shape}"
+    return f"{samples.width[index]}x{samples.height[index]}, {length}"

@@ -5,7 +5,8 @@ blocks of a stack are equal and run one after the other, so one represents all.
 
 Counted are weights after offloading, inputs, outputs and intermediate results. These include the output and the sums
 of fused attention, and the workspace of cuDNN's convolutions. Not counted are workspaces of other kernels (such as
-matrix products of cuBLAS), the CUDA context, and the rounding and fragmentation of an allocator.
+matrix products of cuBLAS), the weight that is dequantized at a time, the CUDA context, and the rounding and
+fragmentation of an allocator.
 """
 
 from dataclasses import replace
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.components.architectures import STREAMED_LAYERS, mmdit_config
 from opensora_cli.engine.components.loras import lora_ranks
@@ -26,12 +26,7 @@ from opensora_cli.engine.estimate.autoencoder import decoding_need, encoding_nee
 from opensora_cli.engine.estimate.fake_tensors import Need, Work, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.transformer import sampling_need
-from opensora_cli.engine.estimate.weights import (
-    dequantized_bytes,
-    largest_modulation_bytes,
-    transformer_bytes,
-    transformer_on_cpu,
-)
+from opensora_cli.engine.estimate.weights import transformer_bytes, transformer_on_cpu
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import aligned, streaming_bytes
 from opensora_cli.models.text.clip import ClipTextModel
@@ -163,7 +158,6 @@ def _denoise(plan: "Plan", offload: OffloadPlan, kept: tuple[tuple[str, int], ..
         loras=loras,
         attention="sdpa" if plan.attention is None else plan.attention.backend,
         mesh=plan.mesh,
-        exchange=plan.exchange,
         dtype=dtype,
         device_type=device_type,
     )
@@ -173,13 +167,7 @@ def _denoise(plan: "Plan", offload: OffloadPlan, kept: tuple[tuple[str, int], ..
     else:
         files = plan.files[Component.TRANSFORMER]
         own, mapped = transformer_on_cpu(config, files, dtype, offload, tensor=tensor, loras=loras)
-    workspace, computed = dequantized_bytes(config, dtype, offload, tensor=tensor), need.activations
-    # If products are in 8 bits, modulation alone is dequantized, before a block computes anything else.
-    computed = computed + workspace if offload.linear is LinearProducts.EXACT else max(computed, workspace)
-    if offload.modulation_on_host and device_type != "cpu":
-        # Its weights come one layer after the other, before anything else is computed.
-        computed = max(computed, largest_modulation_bytes(config, dtype))
-    return StageMemory(DENOISE, own + sum(size for _, size in kept), need.data, computed, mapped, kept)
+    return StageMemory(DENOISE, own + sum(size for _, size in kept), need.data, need.activations, mapped, kept)
 
 
 def computes_modulation_first(settings: GenerateSettings) -> bool:

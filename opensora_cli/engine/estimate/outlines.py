@@ -297,9 +297,9 @@ def _convolution(
     transposed: bool,
     *options: Any,
 ) -> Tensor:
-    given = clip, weight, bias, stride, padding, dilation, transposed, *options
-    layout = _convolution_layout(*given) if _is_on_host(clip) else _clip_layout(clip)
+    layout = _clip_layout(clip)
     if transposed:
+        given = clip, weight, bias, stride, padding, dilation, transposed, *options
         return _like(_aten.convolution.default(*map(_on_meta, given)), memory_format=layout)
     return _convolved(clip, weight, stride, padding, dilation, layout)
 
@@ -315,16 +315,6 @@ def _convolved(
     steps = zip(clip.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     sizes = ((size + 2 * side - gap * (taps - 1) - 1) // step + 1 for size, taps, step, side, gap in steps)
     return _empty((clip.shape[0], weight.shape[0], *sizes), clip.dtype, layout)
-
-
-def _convolution_layout(clip: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> torch.memory_format:
-    """Return the layout of the result of a CPU's convolution."""
-    # Tensors of one element represent the real ones: torch chooses by shape and dtype.
-    shapes = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (clip, weight)]
-    shapes_of_bias = None if bias is None else torch.empty((), dtype=bias.dtype).expand(bias.shape)
-    backend = torch._C._select_conv_backend(*shapes, shapes_of_bias, *options, None)
-    layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(clip, weight, backend)
-    return layout
 
 
 def _padding(clip: Tensor, sides: list[int]) -> Tensor:
@@ -343,13 +333,13 @@ _RULES: dict[Any, Callable[..., Any]] = {
         _elementwise,
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Scalar, _aten.mul.Tensor, _aten.mul.Scalar),
         *(_aten.neg.default, _aten.abs.default, _aten.clamp.default, _aten.round.default, _aten.relu.default),
-        *(_aten.minimum.default, _aten.lerp.Scalar, _aten.lerp.Tensor, _aten.pow.Tensor_Scalar, _aten.addcmul.default),
+        *(_aten.lerp.Scalar, _aten.pow.Tensor_Scalar, _aten.addcmul.default),
     ),
     # These turn integers into floating point numbers.
     **_for_each(
         partial(_elementwise, floats=True),
         *(_aten.div.Tensor, _aten.reciprocal.default, _aten.sqrt.default, _aten.rsqrt.default, _aten.pow.Scalar),
-        *(_aten.cos.default, _aten.sin.default, _aten.exp.default, _aten.log.default, _aten.tanh.default),
+        *(_aten.cos.default, _aten.sin.default, _aten.exp.default, _aten.log.default),
         *(_aten.sigmoid.default, _aten.silu.default, _aten.gelu.default),
     ),
     **_for_each(
@@ -357,7 +347,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
         *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default),
         *(_aten.clone.default, _aten._to_copy.default),
     ),
-    **_for_each(lambda tensor, _, **options: _like(tensor, **options), _aten.full_like.default, _aten.flip.default),
+    _aten.flip.default: lambda tensor, _: _like(tensor),
     **_for_each(
         lambda *args: _like(_elementwise(*args), dtype=torch.bool), _aten.lt.Scalar, _aten.gt.Scalar, _aten.eq.Scalar
     ),

@@ -1,7 +1,6 @@
 """Memory and work of the transformer on one of several ranks, which shares tokens, heads or features with others."""
 
 from functools import lru_cache, partial
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, shares
+from opensora_cli.parallel.shares import MeshShape, shares
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.denoise import VelocityFn, denoise
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed
@@ -40,7 +39,7 @@ from opensora_cli.sampling.step_cache import CachedStep
 _STEPS = 2
 """Steps to estimate: the second and later steps hold latents besides the noise."""
 
-_ALONE, _DIRECT = MeshShape(), ExchangePlan()
+_ALONE = MeshShape()
 
 
 @lru_cache(maxsize=256)
@@ -61,7 +60,6 @@ def sampling_need(
     loras: LoraRanks,
     attention: str,
     mesh: MeshShape,
-    exchange: ExchangePlan,
     dtype: torch.dtype,
     device_type: str,
 ) -> Need:
@@ -84,7 +82,6 @@ def sampling_need(
             device=device,
             dtype=dtype,
             mesh=mesh,
-            exchange=exchange,
             linear=linear,
             attention=attention,
             loras=loras,
@@ -138,7 +135,6 @@ def evaluation_work(
     text_tokens: int,
     dtype: torch.dtype,
     mesh: MeshShape = _ALONE,
-    exchange: ExchangePlan = _DIRECT,
     linear: LinearProducts = LinearProducts.EXACT,
 ) -> Work:
     """Return the work of one evaluation of the transformer for one clip, on the rank with the largest share. `linear`
@@ -146,7 +142,7 @@ def evaluation_work(
     counter = WorkCounter()
     with fake_device(GPU) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
-        transformer = fake_transformer(config, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear)
+        transformer = fake_transformer(config, device=device, dtype=dtype, mesh=mesh, linear=linear)
         for stack in repeated_blocks(config):
             for block in transformer.get_submodule(stack.module_path).children():
                 repeat_calls(block, work=counter)
@@ -170,7 +166,6 @@ def fake_transformer(
     device: torch.device,
     dtype: torch.dtype,
     mesh: MeshShape,
-    exchange: ExchangePlan,
     linear: LinearProducts,
     attention: str = "sdpa",
     loras: LoraRanks = (),
@@ -181,7 +176,7 @@ def fake_transformer(
     """
 
     def make() -> MMDiT:
-        attend = fake_attention(mesh, attention_stand_in(attention), exchange=exchange)
+        attend = fake_attention(mesh, attention_stand_in(attention))
         transformer = MMDiT(with_depth(config, 1), attention=attend)
         keep_largest_share(transformer, mesh.tensor)
         add_fake_loras(transformer, largest_ranks(loras).items())
@@ -270,45 +265,29 @@ class FakeSequenceParallel:
         return whole.narrow(dim, 0, shares(whole.shape[dim], self._ranks)[0]).clone()
 
 
-def fake_attention(
-    mesh: MeshShape, backend: AttentionBackend = sdpa, *, exchange: ExchangePlan | None = None
-) -> AttentionFn:
+def fake_attention(mesh: MeshShape, backend: AttentionBackend) -> AttentionFn:
     """Return a stand-in that allocates like the attention between ranks (`UlyssesAttention`, `RingAttention`).
 
-    Chunks of heads need less than the exchange. `backend` must run on fake tensors, such as the result of
+    Chunks of heads and compressed exchanges need less. `backend` must run on fake tensors, such as the result of
     `attention_stand_in`.
     """
     attention = backend if mesh.ring == 1 else partial(_round_the_ring, backend, mesh.ring)
-    return attention if mesh.ulysses == 1 else partial(_for_heads, attention, mesh.ulysses, exchange or ExchangePlan())
+    return attention if mesh.ulysses == 1 else partial(_for_heads, attention, mesh.ulysses)
 
 
-def _for_heads(
-    attention: AttentionFn, ranks: int, exchange: ExchangePlan, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /
-) -> Tensor:
+def _for_heads(attention: AttentionFn, ranks: int, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
     batch, heads, tokens, width = q_BHND.shape
     shape = batch, shares(heads, ranks)[0], tokens * ranks, width
-    q, k, v = _exchanged(exchange, [q_BHND, k_BHND, v_BHND], shape)
-    (out,) = _exchanged(exchange, [attention(q, k, v)], q_BHND.shape)
+    q, k, v = _exchanged([q_BHND, k_BHND, v_BHND], shape)
+    (out,) = _exchanged([attention(q, k, v)], q_BHND.shape)
     return out
 
 
-def _exchanged(exchange: ExchangePlan, tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
-    from opensora_cli.parallel.sequence import compressed
-
+def _exchanged(tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    # One rank represents all senders.
-    parts = Parts(len(tensors) * prod(shape), (1,), (1,), shape[-1])
-    received = compressed(partial(_routed, exchange.inner > 1), exchange.wire, sent, parts)
+    received = sent.new_empty(len(tensors), *shape)
     del sent
-    return [part.clone() for part in received.view(len(tensors), *shape)]
-
-
-def _routed(twice: bool, sent: Tensor, parts: Parts, /) -> Tensor:
-    if twice:
-        # Two buffers: in the order of destinations, and as received inside the machine.
-        sent = sent.clone()
-        sent = torch.empty_like(sent)
-    return sent.new_empty(parts.length(0, 0))
+    return [part.clone() for part in received]
 
 
 def _round_the_ring(backend: AttentionBackend, ranks: int, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:

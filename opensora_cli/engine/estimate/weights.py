@@ -87,31 +87,12 @@ def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan
     return sum(slots) - sum(slots[index] for index in kept)
 
 
-def largest_modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights of the largest layer of modulation."""
-    _, blocks = _stored(config, dtype, OffloadPlan())
-    sizes = (_weight_bytes(block.get_submodule(path)) for stack, block in blocks for path in stack.modulation)
-    return max(sizes, default=0)
-
-
 def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int = 1) -> list[int]:
     """Return the bytes that the weights of each block need in one run of memory on a rank, in the order of the blocks.
     Adapters are excluded.
     """
     _, blocks = _stored(config, dtype, offload, tensor)
     return [slot_bytes(block) for stack, block in blocks for _ in range(stack.count)]
-
-
-def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
-    """Return the bytes of the largest dequantized weight of a linear layer in the blocks, on one of `tensor` ranks.
-    Weights are dequantized one at a time.
-    """
-    sizes, (_, blocks) = [0], _stored(config, dtype, offload, tensor)
-    for stack, block in blocks if offload.fp8_storage else ():
-        multiplied = [linear.path for linear in stack.linears] if offload.linear is not LinearProducts.EXACT else []
-        dequantized = (layer for path, layer in _linears(block).items() if path not in multiplied)
-        sizes += [layer.in_features * layer.out_features * dtype.itemsize for layer in dequantized]
-    return max(sizes)
 
 
 def _stored(

@@ -109,7 +109,7 @@ def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
     settings, dtype, config = plan.settings, plan.hardware.dtype, mmdit_config(plan.settings.model)
     linear, text_tokens = settings.precision.linear, settings.text.t5_max_length
     on_clip = replace(plan.mesh, guidance=1)
-    work = evaluation_work(config, plan.video_tokens, text_tokens, dtype, on_clip, plan.exchange, linear)
+    work = evaluation_work(config, plan.video_tokens, text_tokens, dtype, on_clip, linear)
     found = kernel_seconds(work, gpu, dtype, eight_bit_tflops=_eight_bit_tflops(gpu, linear))
     computed = found.total
     found[COLLECTIVES] = exchange_seconds(

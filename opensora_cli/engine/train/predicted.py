@@ -142,7 +142,7 @@ class _Step:
 
     def _forward(self, config: MMDiTConfig) -> Work:
         size = self.tokens, self.text_tokens
-        return evaluation_work(config, *size, self.dtype, self.mesh_of_clip, self.exchange) * self.shape.batch_size
+        return evaluation_work(config, *size, self.dtype, self.mesh_of_clip) * self.shape.batch_size
 
     def _pass(self, config: MMDiTConfig, work: Work, keys_and_values: float) -> Seconds:
         seconds = kernel_seconds(work, self.gpu, self.dtype)

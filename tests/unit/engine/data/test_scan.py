@@ -18,7 +18,6 @@ from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.scan import ScanResult, preview, scan
 from opensora_cli.settings.tools import PreviewSettings, ScanSettings
-from opensora_cli.settings.train_sections import DataSettings
 
 
 @pytest.fixture
@@ -187,8 +186,7 @@ def test_videos_of_varying_rate_are_named(folder: Path) -> None:
 def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
     table = run(folder).table
     sheet = folder / "sheet.png"
-    data = DataSettings.model_validate({"buckets": {"64px": {1: (1.0, 1), 5: (1.0, 1)}}})
-    result = preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
+    result = preview(PreviewSettings(table=str(table), sheet=str(sheet)))
     assert (result.shown, result.rows, result.broken) == (4, 4, ())
     pixels = np.asarray(Image.open(sheet).convert("RGB"), dtype=int)
     # One below the other; the ground has the level 32, and the first frames have 20.
@@ -197,14 +195,14 @@ def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
     for cell in np.array_split(first, 4):
         assert cell.sum() > 500
     with pytest.raises(OutputError, match="exists already"):
-        preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
+        preview(PreviewSettings(table=str(table), sheet=str(sheet)))
 
 
 def test_a_contact_sheet_says_what_it_cannot_show(folder: Path) -> None:
     table = run(folder).table
     (folder / "b.mp4").unlink()
     sheet = folder / "sheet.webp"
-    result = preview(PreviewSettings(table=str(table), sheet=str(sheet), count=1000), DataSettings(), multiple=16)
+    result = preview(PreviewSettings(table=str(table), sheet=str(sheet), count=1000))
     assert (result.shown, len(result.broken)) == (4, 1)
     assert sheet.is_file()
     with pytest.raises(BatchError, match=r"1 of 4 samples cannot be read\n.*b\.mp4"):
