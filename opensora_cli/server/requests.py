@@ -1,5 +1,6 @@
-"""Requests of clients: from the fields of the API to the settings of a job, without torch."""
+"""Requests of clients: their bodies, and the way from the fields of the API to the settings of a job, without torch."""
 
+import json
 import math
 import re
 import shlex
@@ -10,6 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.datastructures import UploadFile
+
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.few_steps import turbo_path
@@ -21,6 +27,10 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given, Layer, list_presets
 from opensora_cli.settings.load import generate_request, load_preset, usual_settings
 
+MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
+_CODES = {401: "invalid_token", 403: "forbidden", 404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+_TYPES = {401: "authentication_error", 403: "permission_error"}
+_LARGEST_JSON = 2**20
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = {"prompt", "negative_prompt", "prompts_at", "prompt_suffix", "video", "sampling", "draft"}
 _ALLOWED |= {"condition.mode", "condition.fit", "condition.ref_fps", "condition.seamless"}
@@ -36,12 +46,71 @@ _MAX_PROMPT = 4000
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 
 
+class ApiError(Exception):
+    """An answer with an error in the shape of OpenAI's; its code is that of the status unless it has its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        code = code or _CODES.get(status, "invalid_request")
+        self.error = {"code": code, "message": message, "param": param, "type": kind}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse({"error": self.error}, self.status, headers=self.headers)
+
+
 class InvalidField(RequestError):
     """A field of a request is invalid."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+async def read_body(request: Request) -> tuple[dict[str, Any], list[UploadFile]]:
+    """Return the fields of a request in JSON or of a form, and the uploaded references."""
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        form = await request.form(max_files=MOST_FILES, max_fields=50)
+        given: list[Any] = form.getlist("input_reference")
+        fields: dict[str, Any] = {name: value for name, value in form.items() if name != "input_reference"}
+        if isinstance(fields.get("settings"), str):
+            fields["settings"] = _read_json(fields["settings"])
+        for name in [name for name in fields if name.startswith("settings[")]:
+            if isinstance(settings := fields.setdefault("settings", {}), dict):
+                settings[name[9:-1]] = fields.pop(name)
+    else:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _LARGEST_JSON:
+                raise ApiError(413, f"a request in JSON may have {_LARGEST_JSON} bytes")
+        fields = _read_json(body.decode("utf-8", "replace"))
+        if not isinstance(fields, dict):
+            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+        given = [fields.pop("input_reference")] if "input_reference" in fields else []
+    if not all(isinstance(each, UploadFile) for each in given):
+        message = "input_reference must be a file, uploaded as multipart/form-data"
+        raise ApiError(400, message, code="invalid_reference", param="input_reference")
+    return fields, given
+
+
+def _read_json(text: str) -> Any:
+    try:
+        values = json.loads(text)
+        # What an answer cannot repeat is refused, too: NaN, and halves of surrogate pairs.
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        return values
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is no JSON", code="invalid_json") from None
 
 
 def read_request(
