@@ -217,9 +217,9 @@ def _add_videos(app: FastAPI, server: Server) -> None:
     ) -> dict[str, Any]:
         """Return a page of videos, the newest first."""
         jobs, has_more = server.store.page(after=after, limit=limit, newest_first=order == "desc")
-        ids = [job.id for job in jobs] or [None]
         data = [server.answer(job) for job in jobs]
-        return {"object": "list", "data": data, "has_more": has_more, "first_id": ids[0], "last_id": ids[-1]}
+        first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return {"object": "list", "data": data, "has_more": has_more, "first_id": first_id, "last_id": last_id}
 
     @app.get("/v1/videos/{video_id}")
     async def retrieve(job: Found) -> dict[str, Any]:

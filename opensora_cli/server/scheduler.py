@@ -174,8 +174,7 @@ class Scheduler:
                     await self._make_next(worker)
             finally:
                 self._workers.discard(worker)
-            if not self._is_stopping:
-                await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def _make_next(self, worker: Process) -> None:
         """Make the next job if there is one, or wait for news of the queue or the disk."""
