@@ -143,18 +143,17 @@ class JobStore:
 
     def take(self) -> Job | None:
         """Mark the next queued job as in progress, and return it; None if no job is queued."""
-        for job_id in self.ids(Status.QUEUED):
-            started_at = self.get(job_id).started_at or int(time.time())
-            return self.change(job_id, status=Status.IN_PROGRESS, started_at=started_at)
-        return None
+        if (job := self._next()) is None:
+            return None
+        return self.change(job.id, status=Status.IN_PROGRESS, started_at=job.started_at or int(time.time()))
 
     def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
         return self.change(job_id, status=status, completed_at=int(time.time()), error=error)
 
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
         """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
-        job = self.get(job_id)
-        place = min([job.place, *(self.get(each).place - 1.0 for each in self.ids(Status.QUEUED)[:1])])
+        job, first = self.get(job_id), self._next()
+        place = job.place if first is None else min(job.place, first.place - 1.0)
         self.change(job_id, status=Status.QUEUED, deaths=job.deaths + has_died, place=place)
 
     def place_in_queue(self, job: Job) -> int:
@@ -181,6 +180,11 @@ class JobStore:
 
     def delete(self, job_id: str) -> None:
         self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+
+    def _next(self) -> Job | None:
+        query = "SELECT * FROM jobs WHERE status = ? ORDER BY place LIMIT 1"
+        row = self._database.execute(query, (Status.QUEUED,)).fetchone()
+        return None if row is None else _job(row)
 
     def change(self, job_id: str, **changes: Any) -> Job:
         """Replace fields of a job. Raises NoJob if there is none with this ID."""

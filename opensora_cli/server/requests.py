@@ -139,8 +139,9 @@ def read_request(
         raise InvalidField("prompt", f"prompt has {len(prompt)} characters, and may have {_MAX_PROMPT}")
     if values.get("model") not in (None, "", "auto", model):
         raise InvalidField("model", f"model={values['model']} is not loaded: this server has {model}")
-    flags, assignments = _options(values.get("settings"))
-    options = flags | assignments
+    options = _options(values)
+    flags = {name: value for name, value in options.items() if "." not in name}
+    assignments = {name: value for name, value in options.items() if "." in name}
     preset = flags.pop("config", None)
     if preset is not None and preset not in presets_of(model):
         raise InvalidField("settings", f"config={preset} is no preset of {model}: {', '.join(presets_of(model))}")
@@ -199,8 +200,8 @@ def read_request(
 def remixed(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a remix: those of an earlier request, as answers repeat them, replaced by new ones."""
     fields = {"prompt": before["prompt"], "seed": before["seed"], **values}
-    flags, assignments = _options(values.get("settings"))
-    new = {_key(name) for name in (flags | assignments)}
+    options = _options(values)
+    new = {_key(name) for name in options}
     new |= {key for field, keys in _SAME.items() if values.get(field) is not None for key in keys}
     inherited = dict(before["settings"])
     if size := _SIZE.fullmatch(before["size"]):
@@ -212,12 +213,11 @@ def remixed(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
     if "sampling.seed" in new and values.get("seed") is None:
         del fields["seed"]
     kept = {name: value for name, value in inherited.items() if _key(name) not in new}
-    return {**fields, "settings": kept | flags | assignments}
+    return {**fields, "settings": kept | options}
 
 
 def _key(name: str) -> str:
-    row = FLAGS.get(name.replace("-", "_"))
-    return name if row is None else row.key
+    return FLAGS[name].key if name in FLAGS else name
 
 
 @cache
@@ -228,13 +228,11 @@ def presets_of(model: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*usual, *others)))
 
 
-def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    if values is None:
-        return {}, {}
-    if not isinstance(values, dict):
+def _options(values: Mapping[str, Any]) -> dict[str, Any]:
+    options = values.get("settings") or {}
+    if not isinstance(options, dict):
         raise InvalidField("settings", "settings must be an object of options, such as {'steps': 20}")
-    flags = {name.replace("-", "_"): value for name, value in values.items() if "." not in name}
-    return flags, {name: value for name, value in values.items() if "." in name}
+    return {name if "." in name else name.replace("-", "_"): value for name, value in options.items()}
 
 
 def _is_allowed(key: str) -> bool:

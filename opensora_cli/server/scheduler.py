@@ -154,9 +154,10 @@ class Scheduler:
         for folder in self._folder.glob("jobs/video_*"):
             if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
                 continue
+            names = [path.name for path in folder.iterdir()]
             if folder.suffix == _DELETED:
                 self._store.delete(folder.stem)
-            elif folder.suffix or folder.stem in known or not _has_uploads_alone(folder):
+            elif folder.suffix or folder.stem in known or not all(name.startswith("reference_") for name in names):
                 continue
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -225,11 +226,11 @@ class Scheduler:
         """Record the end of a running job. None puts it back at the head of the queue, unless a client cancelled it."""
         if status is None and self._store.get(job_id).is_cancelled:
             status = Status.CANCELLED
-        if status is None:
-            await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
-            self.publish({"event": "job", "id": job_id})
-        else:
+        if status is not None:
             await self._written(partial(self._end, job_id, status, error))
+        else:
+            await self._written(partial(self._store.requeue, job_id, has_died=has_died))
+            self.publish({"event": "job", "id": job_id})
         self._running.pop(job_id, None)
         self.progress.pop(job_id, None)
         self._keep_reserve()
@@ -279,7 +280,7 @@ class Scheduler:
             raise RequestError(f"{job_id} is {job.status} already, and cannot be cancelled")
         if job.status is Status.QUEUED:
             return self._end(job_id, Status.CANCELLED)
-        await self._written(lambda: self._store.change(job_id, is_cancelled=True))
+        await self._written(partial(self._store.change, job_id, is_cancelled=True))
         if job_id in self._running:
             await self._running[job_id].send(do="cancel", id=job_id)
         return job
@@ -345,7 +346,3 @@ class Scheduler:
                 await asyncio.wait_for(self._news.wait(), _PING_S)
             except TimeoutError:
                 yield None
-
-
-def _has_uploads_alone(folder: Path) -> bool:
-    return all(path.name.startswith("reference_") for path in folder.iterdir())

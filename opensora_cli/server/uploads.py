@@ -10,7 +10,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -79,9 +78,11 @@ async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
 
 async def _check(path: Path) -> None:
     """Decode a file in a process of its own. Raises MediaError if that fails, or takes too much time or memory."""
-    run = partial(subprocess.run, env=safe_environment(os.environ), stderr=subprocess.PIPE, timeout=_CHECK_S)
+    command = [*module_command("opensora_cli.server.uploads"), str(path)]
     try:
-        done = await asyncio.to_thread(run, [*module_command("opensora_cli.server.uploads"), str(path)])
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=safe_environment(os.environ), stderr=subprocess.PIPE, timeout=_CHECK_S
+        )
     except subprocess.TimeoutExpired:
         raise MediaError(f"the reference takes over {_CHECK_S:g} s to decode") from None
     if done.returncode:
