@@ -37,7 +37,11 @@ class Status(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        return self in (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
+        return self not in (Status.QUEUED, Status.IN_PROGRESS)
+
+
+class NoJob(KeyError):
+    """There is no job with an ID."""
 
 
 class QueueFull(RequestError):
@@ -111,16 +115,16 @@ class JobStore:
         return self.get(job_id)
 
     def get(self, job_id: str) -> Job:
-        """Return a job. Raises KeyError if there is none with this ID."""
+        """Return a job. Raises NoJob if there is none with this ID."""
         row = self._database.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None:
-            raise KeyError(job_id)
+            raise NoJob(job_id)
         return _job(row)
 
     def page(self, *, after: str | None, limit: int, newest_first: bool) -> tuple[list[Job], bool]:
         """Return up to `limit` jobs after the job `after`, by time of creation, and whether more follow.
 
-        Raises KeyError if there is no job `after`.
+        Raises NoJob if there is no job `after`.
         """
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
         start = None if after is None else self.get(after).number
@@ -134,30 +138,23 @@ class JobStore:
         return [row[0] for row in rows]
 
     def counts(self) -> dict[Status, int]:
-        rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
-        return dict.fromkeys(Status, 0) | {Status(row[0]): row[1] for row in rows}
+        rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status")
+        return dict.fromkeys(Status, 0) | {Status(status): count for status, count in rows}
 
     def take(self) -> Job | None:
         """Mark the next queued job as in progress, and return it; None if no job is queued."""
-        queued = self.ids(Status.QUEUED)
-        if not queued:
+        if (job := self._next()) is None:
             return None
-        started_at = self.get(queued[0]).started_at or int(time.time())
-        return self._change(queued[0], status=Status.IN_PROGRESS, started_at=started_at)
+        return self.change(job.id, status=Status.IN_PROGRESS, started_at=job.started_at or int(time.time()))
 
     def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
-        return self._change(job_id, status=status, completed_at=int(time.time()), error=error)
-
-    def cancel(self, job_id: str) -> None:
-        self._change(job_id, is_cancelled=True)
+        return self.change(job_id, status=status, completed_at=int(time.time()), error=error)
 
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
         """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
-        job = self.get(job_id)
-        place, queued = job.place, self.ids(Status.QUEUED)
-        if queued:
-            place = min(place, self.get(queued[0]).place - 1.0)
-        self._change(job_id, status=Status.QUEUED, deaths=job.deaths + has_died, place=place)
+        job, first = self.get(job_id), self._next()
+        place = job.place if first is None else min(job.place, first.place - 1.0)
+        self.change(job_id, status=Status.QUEUED, deaths=job.deaths + has_died, place=place)
 
     def place_in_queue(self, job: Job) -> int:
         """Return the number of queued jobs up to this one."""
@@ -167,12 +164,12 @@ class JobStore:
     def move(self, job_id: str, *, before: str | None) -> None:
         """Put a queued job before another one; None means at the end.
 
-        Raises KeyError if there is no such job, and RequestError if one of them is not queued.
+        Raises NoJob if there is no such job, and RequestError if one of them is not queued.
         """
         if before == job_id:
             raise RequestError(f"{job_id} cannot be moved before itself")
-        for each in filter(None, (job_id, before)):
-            if self.get(each).status is not Status.QUEUED:
+        for each in (job_id, before):
+            if each is not None and self.get(each).status is not Status.QUEUED:
                 raise RequestError(f"{each} is not queued anymore, and cannot be moved")
         order = [each for each in self.ids(Status.QUEUED) if each != job_id]
         order.insert(len(order) if before is None else order.index(before), job_id)
@@ -184,7 +181,13 @@ class JobStore:
     def delete(self, job_id: str) -> None:
         self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
 
-    def _change(self, job_id: str, **changes: Any) -> Job:
+    def _next(self) -> Job | None:
+        query = "SELECT * FROM jobs WHERE status = ? ORDER BY place LIMIT 1"
+        row = self._database.execute(query, (Status.QUEUED,)).fetchone()
+        return None if row is None else _job(row)
+
+    def change(self, job_id: str, **changes: Any) -> Job:
+        """Replace fields of a job. Raises NoJob if there is none with this ID."""
         values = asdict(self.get(job_id)) | changes
         rest = json.dumps({name: value for name, value in values.items() if name not in _COLUMNS})
         self._database.execute(

@@ -1,5 +1,6 @@
-"""Requests of clients: from the fields of the API to the settings of a job, without torch."""
+"""Requests of clients: their bodies, and the way from the fields of the API to the settings of a job, without torch."""
 
+import json
 import math
 import re
 import shlex
@@ -10,6 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.datastructures import UploadFile
+
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.few_steps import turbo_path
@@ -21,6 +27,10 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given, Layer, list_presets
 from opensora_cli.settings.load import generate_request, load_preset, usual_settings
 
+MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
+_CODES = {401: "invalid_token", 403: "forbidden", 404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+_TYPES = {401: "authentication_error", 403: "permission_error"}
+_LARGEST_JSON = 2**20
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = {"prompt", "negative_prompt", "prompts_at", "prompt_suffix", "video", "sampling", "draft"}
 _ALLOWED |= {"condition.mode", "condition.fit", "condition.seamless"}
@@ -36,12 +46,71 @@ _MAX_PROMPT = 4000
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 
 
+class ApiError(Exception):
+    """An answer with an error in the shape of OpenAI's; its code is that of the status unless it has its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        code = code or _CODES.get(status, "invalid_request")
+        self.error = {"code": code, "message": message, "param": param, "type": kind}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse({"error": self.error}, self.status, headers=self.headers)
+
+
 class InvalidField(RequestError):
     """A field of a request is invalid."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+async def read_body(request: Request) -> tuple[dict[str, Any], list[UploadFile]]:
+    """Return the fields of a request in JSON or of a form, and the uploaded references."""
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        form = await request.form(max_files=MOST_FILES, max_fields=50)
+        given: list[Any] = form.getlist("input_reference")
+        fields: dict[str, Any] = {name: value for name, value in form.items() if name != "input_reference"}
+        if isinstance(fields.get("settings"), str):
+            fields["settings"] = _read_json(fields["settings"])
+        for name in [name for name in fields if name.startswith("settings[")]:
+            if isinstance(settings := fields.setdefault("settings", {}), dict):
+                settings[name[9:-1]] = fields.pop(name)
+    else:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _LARGEST_JSON:
+                raise ApiError(413, f"a request in JSON may have {_LARGEST_JSON} bytes")
+        fields = _read_json(body.decode("utf-8", "replace"))
+        if not isinstance(fields, dict):
+            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+        given = [fields.pop("input_reference")] if "input_reference" in fields else []
+    if not all(isinstance(each, UploadFile) for each in given):
+        message = "input_reference must be a file, uploaded as multipart/form-data"
+        raise ApiError(400, message, code="invalid_reference", param="input_reference")
+    return fields, given
+
+
+def _read_json(text: str) -> Any:
+    try:
+        values = json.loads(text)
+        # What an answer cannot repeat is refused, too: NaN, and halves of surrogate pairs.
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        return values
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is no JSON", code="invalid_json") from None
 
 
 def read_request(
@@ -70,8 +139,9 @@ def read_request(
         raise InvalidField("prompt", f"prompt has {len(prompt)} characters, and may have {_MAX_PROMPT}")
     if values.get("model") not in (None, "", "auto", model):
         raise InvalidField("model", f"model={values['model']} is not loaded: this server has {model}")
-    flags, assignments = _options(values.get("settings"))
-    options = flags | assignments
+    options = _options(values)
+    flags = {name: value for name, value in options.items() if "." not in name}
+    assignments = {name: value for name, value in options.items() if "." in name}
     preset = flags.pop("config", None)
     if preset is not None and preset not in presets_of(model):
         raise InvalidField("settings", f"config={preset} is no preset of {model}: {', '.join(presets_of(model))}")
@@ -130,8 +200,8 @@ def read_request(
 def remixed(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a remix: those of an earlier request, as answers repeat them, replaced by new ones."""
     fields = {"prompt": before["prompt"], "seed": before["seed"], **values}
-    flags, assignments = _options(values.get("settings"))
-    new = {_key(name) for name in (flags | assignments)}
+    options = _options(values)
+    new = {_key(name) for name in options}
     new |= {key for field, keys in _SAME.items() if values.get(field) is not None for key in keys}
     inherited = dict(before["settings"])
     if size := _SIZE.fullmatch(before["size"]):
@@ -143,12 +213,11 @@ def remixed(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
     if "sampling.seed" in new and values.get("seed") is None:
         del fields["seed"]
     kept = {name: value for name, value in inherited.items() if _key(name) not in new}
-    return {**fields, "settings": kept | flags | assignments}
+    return {**fields, "settings": kept | options}
 
 
 def _key(name: str) -> str:
-    row = FLAGS.get(name.replace("-", "_"))
-    return name if row is None else row.key
+    return FLAGS[name].key if name in FLAGS else name
 
 
 @cache
@@ -159,13 +228,11 @@ def presets_of(model: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*usual, *others)))
 
 
-def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    if values is None:
-        return {}, {}
-    if not isinstance(values, dict):
+def _options(values: Mapping[str, Any]) -> dict[str, Any]:
+    options = values.get("settings") or {}
+    if not isinstance(options, dict):
         raise InvalidField("settings", "settings must be an object of options, such as {'steps': 20}")
-    flags = {name.replace("-", "_"): value for name, value in values.items() if "." not in name}
-    return flags, {name: value for name, value in values.items() if "." in name}
+    return {name if "." in name else name.replace("-", "_"): value for name, value in options.items()}
 
 
 def _is_allowed(key: str) -> bool:

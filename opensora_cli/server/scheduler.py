@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.python_processes import module_command, safe_environment
-from opensora_cli.server.jobs import Job, JobStore, Status
+from opensora_cli.server.jobs import Job, JobStore, NoJob, Status
 
 _MOST_DEATHS = 3
 """Workers that die during one job before it fails."""
@@ -36,6 +36,7 @@ _STOP_S = 120.0
 """Seconds that a process may take to finish its step and to save its state."""
 
 _T = TypeVar("_T")
+_Report = Mapping[str, Any]
 
 
 class Process:
@@ -67,22 +68,18 @@ class Process:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             await self._process.stdin.drain()
 
-    async def reports(self) -> AsyncIterator[Mapping[str, Any]]:
+    async def reports(self) -> AsyncIterator[_Report]:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             yield json.loads(line)
-
-    async def ended(self) -> int:
-        """Wait for the end of the process, and return its exit code; that of a signal is negative."""
-        return await self._process.wait()
 
     @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+    async def ended(self) -> int:
+        """Wait for the end of the process, and return its exit code; that of a signal is negative."""
+        return await self._process.wait()
 
     async def stop(self) -> None:
         """Let the process finish its step, save its state and end; kill it if that takes too long."""
@@ -92,6 +89,10 @@ class Process:
         except TimeoutError:
             self.kill()
             await self.ended()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
 
 class Scheduler:
@@ -107,20 +108,18 @@ class Scheduler:
     def __init__(self, store: JobStore, folder: Path, *, groups: int, save_every: float) -> None:
         self._store, self._folder, self._groups, self._save_every = store, folder, groups, save_every
         self._reserve = folder / "reserve"
-        self._wakes = asyncio.Event()
-        self._events: deque[Mapping[str, Any]] = deque(maxlen=_MOST_EVENTS)
-        self._news = asyncio.Event()
-        self.event_count = 0
-        """Events since the start."""
+        self._is_stopping = False
+        self._wakes, self._news, self._planning = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._workers: set[Process] = set()
         self._planner: Process | None = None
-        self._planning = asyncio.Lock()
         self._running: dict[str, Process] = {}
         """Worker of each running job."""
-        self._is_stopping = False
+        self._events: deque[_Report] = deque(maxlen=_MOST_EVENTS)
+        self.event_count = 0
+        """Events since the start."""
         self.problem: str | None = None
         """Reason why no more videos are made: a bug, whose traceback is in the log."""
-        self.progress: dict[str, Mapping[str, Any]] = {}
+        self.progress: dict[str, _Report] = {}
         """Last progress of each running job: stage, done, total, unit, eta_s, percent."""
         self.seconds: dict[str, float] = {}
         """Seconds of work by stage since the start."""
@@ -155,12 +154,12 @@ class Scheduler:
         for folder in self._folder.glob("jobs/video_*"):
             if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
                 continue
-            is_unknown = not folder.suffix and folder.stem not in known
-            has_uploads_alone = all(path.name.startswith("reference_") for path in folder.iterdir())
+            names = [path.name for path in folder.iterdir()]
             if folder.suffix == _DELETED:
                 self._store.delete(folder.stem)
-            if folder.suffix == _DELETED or (is_unknown and has_uploads_alone):
-                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.suffix or folder.stem in known or not all(name.startswith("reference_") for name in names):
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _work(self, number: int) -> None:
         """Give jobs to the worker of a group, and start it again when it ends."""
@@ -172,33 +171,28 @@ class Scheduler:
                 continue
             self._workers.add(worker)
             try:
-                while (job := await self._next_job(worker)) is not None:
-                    await self._make(job, worker)
+                while not self._is_stopping and not worker.has_ended:
+                    await self._make_next(worker)
             finally:
                 self._workers.discard(worker)
-            if not self._is_stopping:
-                await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_RETRY_S)
 
-    async def _next_job(self, worker: Process) -> Job | None:
-        """Wait for a job; None if the server stops or the worker has ended."""
-        while not self._is_stopping:
-            self._wakes.clear()
-            if worker.has_ended:
-                return None
-            if self.is_disk_full():
-                await asyncio.sleep(_RETRY_S)
-            elif (job := await self._written(self._store.take)) is not None:
-                return job
-            else:
-                await self._wakes.wait()
-        return None
+    async def _make_next(self, worker: Process) -> None:
+        """Make the next job if there is one, or wait for news of the queue or the disk."""
+        self._wakes.clear()
+        if self.is_disk_full():
+            await asyncio.sleep(_RETRY_S)
+        elif (job := await self._written(self._store.take)) is None:
+            await self._wakes.wait()
+        else:
+            await self._make(job, worker)
 
     async def _make(self, job: Job, worker: Process) -> None:
         self._running[job.id] = worker
         self.publish({"event": "job", "id": job.id})
         self.publish({"event": "queue"})
-        folder, every = str(self.job_folder(job.id)), self._save_every
-        await worker.send(do="make", id=job.id, settings=job.settings, folder=folder, save_every=every)
+        command = {"id": job.id, "settings": job.settings, "folder": str(self.job_folder(job.id))}
+        await worker.send(do="make", save_every=self._save_every, **command)
         async for report in worker.reports():
             if report["id"] != job.id:
                 continue  # a group of ranks ended after its video
@@ -224,24 +218,19 @@ class Scheduler:
             "hint": "ask for fewer frames or a smaller size: memory is the usual reason",
             "exit_code": 4,
         }
-        return await self._settle(job.id, Status.FAILED, error)
+        await self._settle(job.id, Status.FAILED, error)
 
     async def _settle(
-        self,
-        job_id: str,
-        status: Status | None = None,
-        error: Mapping[str, Any] | None = None,
-        *,
-        has_died: bool = False,
+        self, job_id: str, status: Status | None = None, error: _Report | None = None, *, has_died: bool = False
     ) -> None:
         """Record the end of a running job. None puts it back at the head of the queue, unless a client cancelled it."""
         if status is None and self._store.get(job_id).is_cancelled:
             status = Status.CANCELLED
-        if status is None:
-            await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
-            self.publish({"event": "job", "id": job_id})
-        else:
+        if status is not None:
             await self._written(partial(self._end, job_id, status, error))
+        else:
+            await self._written(partial(self._store.requeue, job_id, has_died=has_died))
+            self.publish({"event": "job", "id": job_id})
         self._running.pop(job_id, None)
         self.progress.pop(job_id, None)
         self._keep_reserve()
@@ -269,7 +258,7 @@ class Scheduler:
             except OSError:
                 self._reserve.unlink(missing_ok=True)
 
-    def _end(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> Job:
+    def _end(self, job_id: str, status: Status, error: _Report | None = None) -> Job:
         job = self._store.finish(job_id, status, error=error)
         self.publish({"event": "job", "id": job_id})
         if status is Status.CANCELLED:
@@ -284,23 +273,23 @@ class Scheduler:
     async def cancel(self, job_id: str) -> Job:
         """End a job; a running one ends within a step, and is `in_progress` until then.
 
-        Raises KeyError if there is no such job, and RequestError if it is over.
+        Raises NoJob if there is no such job, and RequestError if it is over.
         """
         job = self._store.get(job_id)
         if job.status.is_over:
             raise RequestError(f"{job_id} is {job.status} already, and cannot be cancelled")
         if job.status is Status.QUEUED:
             return self._end(job_id, Status.CANCELLED)
-        await self._written(lambda: self._store.cancel(job_id))
+        await self._written(partial(self._store.change, job_id, is_cancelled=True))
         if job_id in self._running:
             await self._running[job_id].send(do="cancel", id=job_id)
         return job
 
     async def delete(self, job_id: str) -> None:
-        """Forget a job, and remove its files. Raises KeyError if there is none."""
+        """Forget a job, and remove its files. Raises NoJob if there is none."""
         if not self._store.get(job_id).status.is_over:
             await self.cancel(job_id)
-            with suppress(KeyError):  # another client deleted it, too
+            with suppress(NoJob):  # another client deleted it, too
                 while not self._store.get(job_id).status.is_over:
                     await asyncio.sleep(0.05)
         # A killed server leaves a folder whose name says that its job was deleted.
@@ -311,9 +300,9 @@ class Scheduler:
         await asyncio.to_thread(shutil.rmtree, deleted, ignore_errors=True)
         self.publish({"event": "deleted", "id": job_id})
 
-    async def plan(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def plan(self, settings: _Report) -> _Report:
         """Return the report of the planner, which makes one plan after the other; it may have an `error`."""
-        report: Mapping[str, Any] | None = None
+        report: _Report | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(_PLAN_S), self._planning:
                 if self._planner is None:
@@ -335,17 +324,19 @@ class Scheduler:
         await asyncio.gather(*(process.stop() for process in processes))
         self._news.set()
 
-    def publish(self, event: Mapping[str, Any]) -> None:
+    def publish(self, event: _Report) -> None:
         self._events.append(event)
         self.event_count += 1
         self._news.set()
         self._news = asyncio.Event()
 
-    async def events(self, since: int) -> AsyncIterator[Mapping[str, Any] | None]:
-        """Yield the events after the first `since`, and None after each pause, until the server stops.
+    async def events(self, since: int, *first: _Report) -> AsyncIterator[_Report | None]:
+        """Yield `first`, the events after the first `since`, and None after each pause, until the server stops.
 
         The events of a listener that does not read end, too: it reconnects.
         """
+        for event in first:
+            yield event
         while not self._is_stopping and self.event_count - since <= len(self._events):
             if since < self.event_count:
                 since += 1

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,16 @@ _MOST_FRAMES = 300
 """Frames of a video that are decoded."""
 _checks = asyncio.Semaphore(2)
 """Files that are decoded at the same time."""
-_PICTURES = {b"\x89PNG\r\n\x1a\n": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif"}
+_PICTURES = (".png", ".jpg", ".gif", ".webp")
+_KINDS = {
+    rb"\x89PNG\r\n\x1a\n": ".png",
+    rb"\xff\xd8\xff": ".jpg",
+    rb"GIF8": ".gif",
+    rb"RIFF.{4}WEBP": ".webp",
+    rb"\x1aE\xdf\xa3": ".webm",
+    rb".{4}ftyp": ".mp4",
+}
+"""Ending of a file by its first bytes."""
 _PATH = re.compile(rf"{BEFORE_PATH}(?:~|\.\.?)?{ABSOLUTE_PATH}")
 _REFERENCE = re.compile(r"reference_(\d+)_[0-9a-f]{8}\.\w+")
 
@@ -53,7 +63,10 @@ async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
 
     Raises MediaError if it is of another type, or cannot be decoded within the limits.
     """
-    ending = _ending(await upload.read(16))
+    head = await upload.read(16)
+    ending = next((each for start, each in _KINDS.items() if re.match(start, head, re.DOTALL)), None)
+    if ending is None:
+        raise MediaError("the reference is no PNG, JPEG, GIF, WebP, MP4 or WebM", hint="convert it to one of these")
     path = folder / f"reference_{number}_{secrets.token_hex(4)}{ending}"
     await upload.seek(0)
     with path.open("xb") as file:
@@ -63,36 +76,18 @@ async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
     return path
 
 
-def _ending(head: bytes) -> str:
-    for magic, ending in _PICTURES.items():
-        if head.startswith(magic):
-            return ending
-    if head.startswith(b"\x1aE\xdf\xa3"):
-        return ".webm"
-    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return ".webp"
-    if head[4:8] == b"ftyp":
-        return ".mp4"
-    raise MediaError("the reference is no PNG, JPEG, GIF, WebP, MP4 or WebM", hint="convert it to one of these")
-
-
 async def _check(path: Path) -> None:
     """Decode a file in a process of its own. Raises MediaError if that fails, or takes too much time or memory."""
-    process = await asyncio.create_subprocess_exec(
-        *module_command("opensora_cli.server.uploads"),
-        str(path),
-        env=safe_environment(os.environ),
-        stderr=asyncio.subprocess.PIPE,
-    )
+    command = [*module_command("opensora_cli.server.uploads"), str(path)]
     try:
-        _, errors = await asyncio.wait_for(process.communicate(), _CHECK_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=safe_environment(os.environ), stderr=subprocess.PIPE, timeout=_CHECK_S
+        )
+    except subprocess.TimeoutExpired:
         raise MediaError(f"the reference takes over {_CHECK_S:g} s to decode") from None
-    if process.returncode:
-        lines = errors.decode("utf-8", "replace").strip().splitlines()
-        reason = lines[-1] if lines and process.returncode == 3 else "it takes too much memory, or is broken"
+    if done.returncode:
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        reason = lines[-1] if lines and done.returncode == 3 else "it takes too much memory, or is broken"
         raise MediaError(f"the reference cannot be read: {reason}")
 
 
@@ -124,7 +119,7 @@ def _main(path: str) -> None:
 
     Image.MAX_IMAGE_PIXELS = _MOST_PIXELS
     try:
-        if Path(path).suffix in (".webp", *_PICTURES.values()):
+        if Path(path).suffix in _PICTURES:
             with Image.open(path) as picture:
                 check(*picture.size)
                 picture.load()

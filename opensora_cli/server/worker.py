@@ -186,10 +186,7 @@ def _make_in_ranks(
 ) -> None:
     """Start ranks, and give them a job and those after it, until one is cancelled or fails, or the server is gone.
 
-    Args:
-        command: the first job; `settings` are its settings.
-        group: number of this group, each of which has GPUs of its own; None if there is one group.
-        job_ids: ID of the first job, to which those of the others are added.
+    The IDs of the jobs after the first one are added to `job_ids`. `group` chooses the GPUs; None means the first ones.
     """
     parallel, kind = settings.parallel, type_of_ranks(settings.runtime.device)
     count = parallel.ranks_per_node
@@ -332,42 +329,39 @@ class JobReporter(SilentReporter):
     """Reporter that sends the progress of a job, at most a few times a second."""
 
     def __init__(self, job_id: str, report: Reports) -> None:
-        self._id, self._report = job_id, report
-        self._before = 0.0
+        self.report = partial(report, id=job_id)
+        self.before = 0.0
         """Percent of the finished stages."""
 
     def warn(self, text: str) -> None:
-        self._report(event="warning", id=self._id, text=text)
+        self.report(event="warning", text=text)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        share, before = _SHARES.get(name.split()[-1], 0), self._before
-
-        def send(done: int, elapsed_s: float) -> None:
-            part, eta_s = done / total if total else 0.0, None
-            if part and share:
-                whole_s = elapsed_s / part
-                eta_s = round(whole_s * (1 - part) + whole_s * (100 - before - share) / share)
-            percent = min(99.0, before + share * part)
-            progress = {"stage": name, "total": total, "unit": unit, "done": done, "percent": percent, "eta_s": eta_s}
-            self._report(event="progress", id=self._id, progress=progress)
-
-        yield _Stage(send, total)
-        self._before = min(99.0, before + share)
+        share = _SHARES.get(name.split()[-1], 0)
+        yield _Stage(self, share, {"stage": name, "total": total, "unit": unit})
+        self.before = min(99.0, self.before + share)
 
 
 class _Stage:
-    def __init__(self, send: Callable[[int, float], None], total: int | None) -> None:
-        self._send, self._total = send, total
+    def __init__(self, job: JobReporter, share: int, facts: Mapping[str, Any]) -> None:
+        self._job, self._share, self._facts, self._before = job, share, facts, job.before
         self._done, self._since_s, self._sent_s = 0, time.monotonic(), 0.0
         self.advance(0)
 
     def advance(self, amount: int = 1) -> None:
         self._done += amount
-        now = time.monotonic()
-        if now - self._sent_s >= _EVERY_S or self._done in (0, self._total):
-            self._sent_s = now
-            self._send(self._done, now - self._since_s)
+        now, total, share = time.monotonic(), self._facts["total"], self._share
+        if now - self._sent_s < _EVERY_S and self._done not in (0, total):
+            return
+        self._sent_s = now
+        part, eta_s = self._done / total if total else 0.0, None
+        if part and share:
+            whole_s = (now - self._since_s) / part
+            eta_s = round(whole_s * (1 - part) + whole_s * (100 - self._before - share) / share)
+        percent = min(99.0, self._before + share * part)
+        progress = {**self._facts, "done": self._done, "percent": percent, "eta_s": eta_s}
+        self._job.report(event="progress", progress=progress)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@ import asyncio
 
 import pytest
 
-from opensora_cli.server.guard import ApiError, Guard
+from opensora_cli.server.requests import ApiError
+from opensora_cli.server.run import Guard
 from opensora_cli.settings.tools import LOOPBACK
 
 TOKEN = "a-token-of-letters"
@@ -90,7 +91,7 @@ def test_a_request_without_a_token_is_small():
 
 
 def test_a_body_that_stops_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("opensora_cli.server.guard.PATIENCE_S", 0.01)
+    monkeypatch.setattr("opensora_cli.server.run.PATIENCE_S", 0.01)
 
     async def hung():
         await asyncio.sleep(60)

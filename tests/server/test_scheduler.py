@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from opensora_cli.server import scheduler as scheduling
-from opensora_cli.server.app import make_app
+from opensora_cli.server.app import Server, make_app
 from opensora_cli.server.jobs import JobStore, Status
 from opensora_cli.server.scheduler import Scheduler
-from opensora_cli.server.videos import Server
 from opensora_cli.settings.load import usual_settings
 
 REQUEST = {"prompt": "sea", "model": "demo", "seconds": "1", "size": "256px", "settings": {}, "seed": 1}
