@@ -50,7 +50,6 @@ def arguments(world: World, out: Path, *more: str) -> list[str]:
 
 
 def again_with(world: World, sidecar: str, *more: str | Path) -> int:
-    """Make the video of a sidecar again, with the weights of the world."""
     return app.main(["generate", "--from", sidecar, "--weights", str(world.released), *map(str, more)])
 
 

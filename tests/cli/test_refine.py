@@ -26,8 +26,6 @@ def start(monkeypatch, tmp_path):
 
 @pytest.fixture
 def osora(world, tmp_path, capsys):
-    """Run a shrunken `osora generate`; returns exit code, stdout and stderr."""
-
     def call(*more: str) -> tuple[int, str, str]:
         settings = released_overrides(world, tmp_path / "out")
         weights, path = settings.pop("runtime.weights"), settings.pop("output.path")

@@ -33,7 +33,6 @@ SIDECAR = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A current folder with a file of each kind."""
     monkeypatch.chdir(tmp_path)
     frames_THWC = torch.zeros(2, 16, 16, 3, dtype=torch.uint8)
     tags = {"prompt": "sea", "seed": "7"}

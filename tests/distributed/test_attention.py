@@ -3,14 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from shared_tokens import Attended, attended, mesh_of, random_qkv
+from shared_tokens import Attended, attended
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import exchanged_bytes
-from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.parallel.sequence import UlyssesAttention
-from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, shares
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 UNEVEN = (6, 2, 1, 4)
@@ -97,16 +94,3 @@ def test_stages_of_two_machines():
     assert staged == {"inside": direct["sent"] * 2 // 3, "between": direct["sent"] * 2 // 3}
     compressed = _planned(ExchangePlan(wire="fp8"), 4, 4, **sizes)
     assert compressed["sent"] * 8 * 2 == direct["sent"] * (8 + 4)
-
-
-def _too_few_heads() -> str:
-    mesh = mesh_of(ulysses=dist.get_world_size())
-    lengths = SequenceLengths.of_mesh(mesh)
-    lengths.of_ranks = (2,) * dist.get_world_size()
-    with pytest.raises(RequestError) as raised:
-        UlyssesAttention(sdpa, mesh.group("ulysses"), lengths)(*random_qkv(3, 2)[:3])
-    return raised.value.message
-
-
-def test_fewer_heads_than_ranks_are_refused(pool):
-    assert pool(4).run(_too_few_heads) == ["ulysses_degree=4 is over the 3 heads: use at most 3"] * 4

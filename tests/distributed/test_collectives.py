@@ -26,7 +26,6 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def _cut(whole: Tensor, dim: int, sizes: tuple[int, ...], rank: int) -> Tensor:
-    """Return a rank's share, as a view that is not contiguous."""
     return whole.narrow(dim, span(sizes, rank).start, sizes[rank])
 
 

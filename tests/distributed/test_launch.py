@@ -45,7 +45,6 @@ def run(folder, *arguments, pace=PACE, **changes):
 
 
 def failing(folder, *arguments, **changes):
-    """Return the failure of a run, after the checks that hold for all."""
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         run(folder, *arguments, **changes)

@@ -103,7 +103,6 @@ def _trainer(objective: str, case: Case | None) -> Trainer:
 
 
 def _trained(objective: str, case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return the figures of three steps, and the trained weights of all roles."""
     trainer = _trainer(objective, case)
     figures = [dict(trainer.do_step().figures) for _ in range(3)]
     trained = {name: weight for learner in trainer.learners.values() for name, weight in learner.weights.items()}

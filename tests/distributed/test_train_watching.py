@@ -52,7 +52,6 @@ def test_ranks_share_the_validation(pool):
 
 
 def _watched(case: Case | None, weights: Path, output: Path, steps: int = 2) -> tuple[list[float], list[float]]:
-    """Return the losses of some steps and those of validations."""
     settings = tiny_training.mmdit_settings(output, weights).replace(
         {
             "loop.micro_batches": 2,

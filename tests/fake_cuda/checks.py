@@ -23,20 +23,11 @@ from fake_cuda.log import (
     Unlocked,
 )
 
+_ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 _PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "native_layer_norm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "convolution_backward",
-    "_fused_rms_norm",
-    "native_group_norm",
+    *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"),
+    *("native_layer_norm", "_fused_rms_norm", "native_group_norm"),
+    *(f"{name}{direction}" for name in _ATTENTION for direction in ("", "_backward")),
 )
 """Kernels that refuse operands of two floating-point types, or compute in another one than was meant."""
 TOLERANCE = 0.1

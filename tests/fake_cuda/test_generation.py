@@ -129,7 +129,6 @@ def sampling_stages(log):
 
 
 def rehearsed_without_faults(folder, row):
-    """Return the turn of the last rank of a run of which nothing is to be said."""
     machines = -(-row.size // 8)
     blocks = {} if row.preset == "demo" else FEW_BLOCKS
     settings = full_size_settings(

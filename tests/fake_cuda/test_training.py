@@ -24,7 +24,6 @@ LORA = {**CACHED, "memory__host_weights": "pinned"}
 
 
 def wrong(turns):
-    """Return what is wrong with the turns of the ranks of a world."""
     found = []
     for rank, turn in turns.items():
         found += [f"rank {rank}: {fault}" for fault in faults(turn.log, turn.device, stage=STEP, allowed=MAY_WAIT)]

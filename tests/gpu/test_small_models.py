@@ -22,7 +22,6 @@ def latents_of(*shape):
 
 
 def measured(run):
-    """What `run` returns, and the most bytes that were allocated on top of what was there."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

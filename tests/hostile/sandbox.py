@@ -138,7 +138,6 @@ class Sandbox:
 
     @contextmanager
     def folder(self) -> Iterator[Folder]:
-        """Make the empty folder of a case, and remove it afterwards."""
         folder = self.new_folder()
         try:
             yield folder

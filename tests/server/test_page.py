@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from served import Served, turbo_weights
+from served import Served
 
 pytestmark = pytest.mark.slow
 LONG_MS = 30_000
@@ -198,26 +198,6 @@ def test_references_are_dropped_for_each_mode(opened):
         assert f"--cond {mode}" in code
     page.locator("#references button").click()
     assert page.locator("#references button").count() == 0
-
-
-def test_turbo_is_offered_once_the_model_has_a_few_step_adapter(tmp_path, browser):
-    weights = turbo_weights(tmp_path / "weights")
-    (weights / "turbo").rename(weights / "later")
-    with Served(tmp_path / "serve", "--set", f"runtime.weights={weights}") as served:
-        page = browser.new_page()
-        page.goto(f"http://127.0.0.1:{served.port}/")
-        page.wait_for_selector("#connection.on")
-        assert page.locator("label:visible", has_text="Turbo").count() == 0
-        (weights / "later").rename(weights / "turbo")
-        page.reload()
-        page.check("#turbo")
-        page.fill("#num_frames", "5")
-        page.fill("#prompt", "sea")
-        until(page, "document.getElementById('plan').textContent.includes('3 steps')")
-        page.click("#submit")
-        assert "--turbo" in made(page, "sea").locator("code").text_content()
-        assert served.call("GET", "/v1/models")["data"][0]["turbo"] is True
-        page.close()
 
 
 def test_a_phone_shows_everything_in_its_width(opened):

@@ -87,7 +87,6 @@ def test_what_is_kept_on_the_host_stays_a_map_of_the_file(file, weights):
 
 @pytest.fixture
 def part(tmp_path, weights):
-    """A file without the first layer."""
     path = tmp_path / "part.safetensors"
     save_file({key: tensor for key, tensor in weights.items() if not key.startswith("first")}, path)
     return path

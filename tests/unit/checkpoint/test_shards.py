@@ -145,10 +145,6 @@ class TestOutsideTheFolder:
         put(folder, {"a": name}, {})
         assert "outside its folder" in refusal(folder)
 
-    def test_names_that_no_file_has(self, folder):
-        put(folder, {"a": "n" * 300}, {})
-        assert "cannot be read" in refusal(folder)
-
     def test_a_link_there(self, folder, secret):
         put(folder, {"a": "1"}, {})
         (folder / "1").symlink_to("../secret")

@@ -146,7 +146,6 @@ def refusing(request: ClipRequest) -> str:
 
 
 def crashing(request: ClipRequest) -> str:
-    """Act as a decoder that crashes."""
     if request.path == "5.mp4":
         os.kill(os.getpid(), signal.SIGSEGV)
     return request.path

@@ -43,7 +43,6 @@ def opened(folder, select=None):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of ours."""
     (tmp_path / "ours").mkdir()
     write_dcp(tmp_path / "ours", held(tensors()))
     return tmp_path / "ours"
@@ -95,7 +94,6 @@ class TestWriting:
 
 
 def change(folder, do):
-    """Do something to the metadata of a folder."""
     path = folder / DCP_METADATA
     metadata = pickle.loads(path.read_bytes())
     do(metadata)

@@ -27,7 +27,6 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def source(tmp_path):
-    """Some weights by the safetensors library."""
     generator = torch.Generator().manual_seed(3)
     state = {f"model.blocks.{i}.{kind}": torch.randn(4, 3, generator=generator) for i in (0, 1) for kind in "wb"}
     save_file({**state, "count": torch.tensor(7)}, tmp_path / "source.safetensors", metadata={"note": "kept"})

@@ -34,8 +34,6 @@ def nothing_is_remembered():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Act as a machine with a GPU of a given compute capability."""
-
     def has(*capability):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)

@@ -80,7 +80,6 @@ def velocity(plan: Plan) -> Tensor:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """Return the demo's transformer in fp32, so that merging rounds no more than computing."""
     return converted(TRANSFORMER, tmp_path_factory.mktemp("base") / "transformer.safetensors", dtype="fp32")
 
 

@@ -62,7 +62,6 @@ def t5_pieces(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """Return a whole CLIP, with its image tower."""
     folder = tmp_path_factory.mktemp("clip")
     text = {"vocab_size": len(WORDS), **CLIP_SIZES}
     save_model(folder, transformers.CLIPModel, transformers.CLIPConfig(text_config=text, vision_config=VISION))

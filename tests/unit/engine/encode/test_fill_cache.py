@@ -108,7 +108,6 @@ def task_of(settings, module, cache):
 
 
 def losses(settings, *, micro_batches):
-    """Return the first losses of a training whose weights are not zero."""
     cache = prepared(settings)
     torch.manual_seed(0)
     module = MMDiT(mmdit_config(settings.model))
