@@ -40,7 +40,9 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, *, pad: str, unknown: str | None, special: Sequence[str]) -> None:
         self._vocabulary = vocabulary
         self._cut = (vocabulary.truncation or {}).get("direction", "right")
-        self._padding = (vocabulary.padding or {}) | {"pad_token": pad, "pad_id": vocabulary.token_to_id(pad)}
+        # A file can also ask for multiples of any length.
+        side = (vocabulary.padding or {}).get("direction", "right")
+        self._padding = {"direction": side, "pad_token": pad, "pad_id": vocabulary.token_to_id(pad)}
         self._unknown_id = None if unknown is None else vocabulary.token_to_id(unknown)
         self._special = frozenset(special)
 
@@ -66,7 +68,7 @@ class Tokenizer:
         """Return `length` ids for each text, special ones included."""
         with _encoding:
             self._vocabulary.enable_truncation(length, direction=self._cut)
-            self._vocabulary.enable_padding(**self._padding | {"length": length})
+            self._vocabulary.enable_padding(**self._padding, length=length)
             return [each.ids for each in self._vocabulary.encode_batch([*texts])]
 
     def can_spell(self, word: str) -> bool:

@@ -113,6 +113,17 @@ def test_an_empty_padding_token_is_refused(pairs):
         load_tokenizer(folder, vocab_size=10_000)
 
 
+def test_texts_are_padded_to_the_length_alone_on_the_side_of_the_file(tmp_path):
+    shutil.copytree(packaged_demo() / "t5", tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["padding"] = {"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": 64}
+    content["padding"] |= {"pad_id": 3, "pad_type_id": 0, "pad_token": "sea"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path, vocab_size=10_000)
+    ids = tokenizer.ids("sea")
+    assert tokenizer.padded_ids(["sea"], 6) == [[0] * (6 - len(ids)) + ids]
+
+
 def test_threads_share_a_tokenizer():
     tokenizer = load_tokenizer(packaged_demo() / "t5", vocab_size=10_000)
     expected = tokenizer.ids("sea"), tokenizer.padded_ids(TEXTS, 32)
