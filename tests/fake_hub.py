@@ -49,6 +49,8 @@ class FakeHub:
     """Sent with the information on a repository."""
     changes: Callable[[dict[str, Any]], None] = lambda document: None
     """Done to the information on a repository before it is sent."""
+    locations: dict[str, str] = field(default_factory=dict)
+    """Names of large files to the addresses that they are redirected to."""
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Methods and paths."""
     transfers: list[tuple[str, int]] = field(default_factory=list)
@@ -141,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
                 # Another host to the client, though the same server.
                 "Location": self.hub.endpoint.replace("127.0.0.1", "localhost") + quote(f"/storage/{name}/{file}"),
             }
+            if file in self.hub.locations:
+                headers["Location"] = self.hub.locations[file]
             return self._send(302, b"", headers)
         return self._give_file(file, content, {**headers, "ETag": f'"{_git_hash(content)}"'})
 

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from served import Served
+from served import Served, turbo_weights
 
 pytestmark = pytest.mark.slow
 LONG_MS = 30_000
@@ -207,3 +207,44 @@ def test_a_phone_shows_everything_in_its_width(opened):
     made(page, "x" * 200)
     page.locator("#gallery summary").first.click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_turbo_is_offered_once_the_model_has_a_few_step_adapter(tmp_path, browser):
+    weights = turbo_weights(tmp_path / "weights")
+    (weights / "turbo").rename(weights / "later")
+    with Served(tmp_path / "serve", "--set", f"runtime.weights={weights}") as served:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{served.port}/")
+        page.wait_for_selector("#connection.on")
+        assert page.locator("label:visible", has_text="Turbo").count() == 0
+        (weights / "later").rename(weights / "turbo")
+        page.reload()
+        page.check("#turbo")
+        page.fill("#num_frames", "5")
+        page.fill("#prompt", "sea")
+        until(page, "document.getElementById('plan').textContent.includes('3 steps')")
+        page.click("#submit")
+        assert "--turbo" in made(page, "sea").locator("code").text_content()
+        assert served.call("GET", "/v1/models")["data"][0]["turbo"] is True
+        page.close()
+
+
+def test_the_keyboard_alone_makes_a_video(opened):
+    page = opened()
+
+    def tab_to(name):
+        for _ in range(80):
+            if page.evaluate("document.activeElement.id") == name:
+                return
+            page.keyboard.press("Tab")
+        raise AssertionError(name)
+
+    for name, text in (("prompt", "keys alone"), ("num_frames", "1"), ("steps", "2")):
+        tab_to(name)
+        page.keyboard.press("Control+A")
+        page.keyboard.type(text)
+    tab_to("submit")
+    page.keyboard.press("Enter")
+    made(page, "keys alone")
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"

@@ -2,8 +2,10 @@
 
 import signal
 import subprocess
+import time
 from contextlib import suppress
 
+import psutil
 import pytest
 from served import Served, is_running
 
@@ -114,3 +116,21 @@ def test_a_full_disk_fails_the_job_with_its_reason_and_the_others_go_on(small_di
         assert served.call("GET", f"/v1/videos/{waiting}")["place"] == 1
         ballast.unlink()
         assert served.finished(waiting)["status"] == "completed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_jobs_leave_the_memory_flat(tmp_path):
+    with Served(tmp_path / "serve", "--max-queue", "1000") as served:
+        settings = {"num_frames": 1, "steps": 1, "width": 64, "height": 64}
+        served.finished(served.make(settings=settings))
+        ids = [served.make(settings=settings) for _ in range(999)]
+        process = psutil.Process(served.process.pid)
+        served.finished(ids[50])
+        memory = process.memory_info().rss
+        limit = time.monotonic() + 1500
+        while served.call("GET", f"/v1/videos/{ids[-1]}")["status"] != "completed":
+            assert time.monotonic() < limit, served.call("GET", f"/v1/videos/{ids[-1]}")
+            time.sleep(1)
+        assert process.memory_info().rss < memory + 16 * 2**20
+        assert 'osora_jobs{status="completed"} 1000.0' in served.request("GET", "/metrics")[2].decode()

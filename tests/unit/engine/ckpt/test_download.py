@@ -247,3 +247,17 @@ def test_offline_nothing_is_requested(hub, tmp_path, monkeypatch):
         download(settings(tmp_path))
     assert "osora ckpt verify" in str(caught.value.hint)
     assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["file:///etc/passwd", "http://127.0.0.1:1/x", "http://[", "/" + "x" * 100_000, "", "\x7f", "gopher://x/"],
+)
+def test_a_redirection_that_leads_nowhere_leaves_nothing(hub, tmp_path, location):
+    hub.locations[BIG] = location
+    with pytest.raises(CheckpointError) as caught:
+        download(settings(tmp_path))
+    assert caught.value.message.startswith(f"{MAIN}: ")
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 600
+    assert files_in(tmp_path) <= WANTED - {BIG}
