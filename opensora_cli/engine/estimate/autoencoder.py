@@ -57,20 +57,13 @@ def decoding_need(
         latents_1CTHW = empty(1, *latent_shape)
         store = HOST if store_on_host else latents_1CTHW.device
         # The same steps as in `decode_latents` of generation.
-        pieces_1CTHW = vae.decode_pieces(
+        for piece_1CTHW in vae.decode_pieces(
             latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST, chunk_frames=chunk_frames, store=store
-        )
-        deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
+        ):
+            to_uint8(piece_1CTHW[0, :, :, :height, :width])
         return latents_1CTHW
 
     return _need(settings, dtype, device_type, decode, decodes=True)
-
-
-def _shown(pixels_CTHW: Tensor) -> Tensor:
-    """Allocate like `to_uint8`. All frames need the same, so one represents all."""
-    channels, frames, height, width = pixels_CTHW.shape
-    _others_THWC = torch.empty(frames - 1, height, width, channels, dtype=torch.uint8)
-    return to_uint8(pixels_CTHW[:, :1])
 
 
 def encoding_need(
