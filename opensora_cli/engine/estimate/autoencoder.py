@@ -57,10 +57,10 @@ def decoding_need(
         latents_1CTHW = empty(1, *latent_shape)
         store = HOST if store_on_host else latents_1CTHW.device
         # The same steps as in `decode_latents` of generation.
-        for piece_1CTHW in vae.decode_pieces(
+        pieces_1CTHW = vae.decode_pieces(
             latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST, chunk_frames=chunk_frames, store=store
-        ):
-            to_uint8(piece_1CTHW[0, :, :, :height, :width])
+        )
+        deque(map(lambda piece_1CTHW: to_uint8(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
         return latents_1CTHW
 
     return _need(settings, dtype, device_type, decode, decodes=True)
