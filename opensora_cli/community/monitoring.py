@@ -80,27 +80,26 @@ def monitor_gpu_memory() -> dict[str, float] | None:
     if not has_gpu():
         print("GPU memory: there is no CUDA device")
         return None
-    read = {"allocated": allocated_bytes, "reserved": reserved_bytes, "max_allocated": peak_allocated_bytes}
-    figures = {name: count(current_gpu()) / GIB for name, count in read.items()}
+    counts = {"allocated": allocated_bytes, "reserved": reserved_bytes, "max_allocated": peak_allocated_bytes}
+    figures = {name: count(current_gpu()) / GIB for name, count in counts.items()}
     print("GPU memory: " + ", ".join(f"{name} {gib:.2f} GiB" for name, gib in figures.items()))
     return figures
 
 
 def log_cuda_memory(stage: str | None = None) -> None:
-    """Log the CUDA memory that is in use and reserved at a stage; without CUDA, log that there is no device."""
+    """Log the CUDA memory that is in use and reserved at a stage."""
     _log_memory("CUDA memory", stage, allocated_bytes, reserved_bytes)
 
 
 def log_cuda_max_memory(stage: str | None = None) -> None:
-    """Log the peak of CUDA memory that was in use and reserved, like `log_cuda_memory`."""
+    """Log the peak of CUDA memory that was in use and reserved at a stage."""
     _log_memory("most CUDA memory", stage, peak_allocated_bytes, peak_reserved_bytes)
 
 
 def _log_memory(what: str, stage: str | None, *counts: Callable[[torch.device], int]) -> None:
     text = "there is no CUDA device"
     if has_gpu():
-        used, reserved = (count(current_gpu()) / GIB for count in counts)
-        text = f"{used:.3f} GiB in use, {reserved:.3f} GiB reserved"
+        text = "{:.3f} GiB in use, {:.3f} GiB reserved".format(*(count(current_gpu()) / GIB for count in counts))
     _logger.info(f"{what}: {text}" if stage is None else f"{what} at {stage}: {text}")
 
 

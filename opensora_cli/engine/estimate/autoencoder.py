@@ -60,17 +60,10 @@ def decoding_need(
         pieces_1CTHW = vae.decode_pieces(
             latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST, chunk_frames=chunk_frames, store=store
         )
-        deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
+        deque(map(lambda piece_1CTHW: to_uint8(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
         return latents_1CTHW
 
     return _need(settings, dtype, device_type, decode, decodes=True)
-
-
-def _shown(pixels_CTHW: Tensor) -> Tensor:
-    """Allocate like `to_uint8`. All frames need the same, so one represents all."""
-    channels, frames, height, width = pixels_CTHW.shape
-    _others_THWC = torch.empty(frames - 1, height, width, channels, dtype=torch.uint8)
-    return to_uint8(pixels_CTHW[:, :1])
 
 
 def encoding_need(

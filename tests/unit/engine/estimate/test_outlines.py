@@ -54,7 +54,6 @@ def operands():
         lambda rows, turned, number, count, ids: ids << 1,
         lambda rows, turned, number, count, ids: ids.clamp(min=0),
         lambda rows, turned, number, count, ids: turned.exp(),
-        lambda rows, turned, number, count, ids: torch.lerp(turned, turned, number),
         lambda rows, turned, number, count, ids: torch.cat((rows, turned), dim=1),
         lambda rows, turned, number, count, ids: torch.stack((rows, rows), dim=-1),
         lambda rows, turned, number, count, ids: rows.repeat(2, 1, 1, 3),
