@@ -48,7 +48,7 @@ from opensora_cli.settings.layers import (
 if TYPE_CHECKING:
     from opensora_cli.settings.hardware import PlannedMachine
 
-SIDECAR_SCHEMA = "osora.generate/2"
+SIDECAR_SCHEMA = "osora.generate/3"
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
 ANY_PROMPT = "raining, sea"
 """Prompt of benchmarks, and of plans without a prompt."""

@@ -135,7 +135,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
     code, stdout, _ = osora("raining, sea", "--json", "--num-samples", "2")
     document = json.loads(stdout)
     assert code == 0
-    assert document["schema"] == "osora.generate/2"
+    assert document["schema"] == "osora.generate/3"
     assert [Path(output["path"]).name for output in document["outputs"]] == [
         "raining-sea_seed42.mp4",
         "raining-sea_seed43.mp4",

@@ -15,7 +15,7 @@ from opensora_cli.media.write import write_media
 
 SETTINGS = {"prompt": "sea", "sampling": {"seed": 7, "num_inference_steps": 3}, "video": {"fps": 12}}
 SIDECAR = {
-    "schema": "osora.generate/2",
+    "schema": "osora.generate/3",
     "prompt": "sea",
     "negative_prompt": "",
     "seed": 7,

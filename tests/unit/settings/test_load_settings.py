@@ -173,7 +173,7 @@ def test_sidecar_round_trip(tmp_path: Path) -> None:
             b'{"schema": "osora.plan/2"}',
             "has the schema 'osora.plan/2', and this version",
         ),
-        (b'{"schema": "osora.generate/2", "settings": 3}', "has no settings in it"),
+        (b'{"schema": "osora.generate/3", "settings": 3}', "has no settings in it"),
         (None, "does not exist"),
     ],
 )

@@ -45,7 +45,7 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     settings = released_settings(world, tmp_path / "a", sampling__num_samples="2", output__overwrite="true")
     video = generate(settings).videos[1]
     document = json.loads(video.sidecar.read_text())
-    assert document["schema"] == "osora.generate/2"
+    assert document["schema"] == "osora.generate/3"
     assert document["prompt"] == "raining, sea"
     assert document["full_prompt"] == "raining, sea. 24 FPS. 4 motion score."
     assert (document["seed"], document["settings"]["sampling"]["seed"]) == (43, 43)

@@ -130,7 +130,7 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
     assert several.videos[0].path.read_bytes() != several.videos[1].path.read_bytes()
     document = json.loads(json.dumps(several.to_json(), allow_nan=False))
     assert [output["seed"] for output in document["outputs"]] == [5, 6, 7]
-    assert (document["schema"], document["model_evaluations"]) == ("osora.generate/2", 12)
+    assert (document["schema"], document["model_evaluations"]) == ("osora.generate/3", 12)
     assert document["settings"]["prompt"] == "raining, sea"
 
 
