@@ -229,7 +229,9 @@ def presets_of(model: str) -> tuple[str, ...]:
 
 
 def _options(values: Mapping[str, Any]) -> dict[str, Any]:
-    options = values.get("settings") or {}
+    options = values.get("settings", {})
+    if options is None:
+        return {}
     if not isinstance(options, dict):
         raise InvalidField("settings", "settings must be an object of options, such as {'steps': 20}")
     return {name if "." in name else name.replace("-", "_"): value for name, value in options.items()}
