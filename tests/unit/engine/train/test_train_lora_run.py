@@ -108,7 +108,7 @@ def test_alpha_of_a_checkpoint_is_that_of_the_settings(trained, tmp_path):
 
 @pytest.mark.slow
 def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(trained, tmp_path):
-    streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
+    streamed = {"memory__checkpointing": "full", "memory__offload": "blocks"}
     train(settings_of(tmp_path / "run", loop__steps="1", **streamed))
     train(settings_of(tmp_path / "run", **streamed), resume=True)
     assert tiny_training.losses(tmp_path / "run") == tiny_training.losses(trained)
@@ -118,7 +118,7 @@ def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(traine
 
 @needs_maps
 def test_frozen_blocks_wait_in_their_file_in_its_dtype(tmp_path):
-    streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
+    streamed = {"memory__checkpointing": "full", "memory__offload": "blocks"}
     settings = settings_of(tmp_path, **streamed)
     plan = plan_training(settings)
     transformer = new_transformer(settings, device=torch.device("cpu"))
