@@ -18,8 +18,8 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.encode.clips import EmptyPrompt
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.mem_profile.attention import attention_costs
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage
+from opensora_cli.engine.mem_profile.profile import attention_costs
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.memory import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask

@@ -1,27 +1,33 @@
 """`osora mem-profile`: predicted and measured memory of a generation or a training."""
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from opensora_cli.core.device import device_module, is_gpu
+import torch
+
+from opensora_cli.core.attention import ATTENTION_KINDS, ComparedKernel
+from opensora_cli.core.device import device_module, is_gpu, release_memory, timed
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.files import atomic_path, require_writable
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
+from opensora_cli.engine.components.attention import AttentionUse, why_unusable
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.generate.dry_run import chain_to_plan
 from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.mem_profile.attention import attention_costs
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
 from opensora_cli.engine.mem_profile.report import (
+    AttentionCost,
     LargestBatch,
     MemProfile,
     StageProfile,
     Timeline,
+    mib,
     module_shares,
     parts_of,
     profile_figure,
@@ -32,6 +38,9 @@ from opensora_cli.engine.train.memory import largest_batch_shape, with_batch_siz
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.plan import judge, settings_on
 from opensora_cli.media.plots import new_figure, write_figure
+from opensora_cli.memory.monitor import peak_bytes
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
@@ -40,6 +49,9 @@ from opensora_cli.settings.train import TrainSettings
 
 LARGEST_BATCH = 1024
 """Largest batch that is tried."""
+ATTENTION_LENGTHS = (512, 1024, 2048, 4096, 8192)
+"""Numbers of tokens whose attention is compared."""
+_REPEATS = 3
 _MOST_EVENTS = 200_000
 _HELD = "held for backward"
 _PREDICTED = "nothing: all is predicted"
@@ -224,3 +236,48 @@ def largest_batch(peak_of: Callable[[int], int | None], *, limit_bytes: int, mos
         middle = (best + too_large) // 2
         best, too_large = (middle, too_large) if fits(middle) else (best, middle)
     return LargestBatch(batch_size=best, limit_bytes=limit_bytes, peak_bytes=peaks[best])
+
+
+def attention_costs(
+    hardware: Hardware, model: ModelSettings, *, reporter: Reporter, lengths: Sequence[int] = ATTENTION_LENGTHS
+) -> tuple[AttentionCost, ...]:
+    """Return memory and time of one attention, for each kind and each length in tokens, without gradients."""
+    found = []
+    head_dim = model.hidden_size // model.num_heads
+    use = AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim)
+    kernels = [(name, *compared) for name, backend in BACKENDS.items() for compared in backend.compared]
+    with reporter.stage("attention", total=len(kernels) * len(lengths), unit="runs") as progress:
+        for name, kind, kernel in kernels:
+            # CUDA kernels may be missing or unsuitable. For torch's own kernels, running them shows this.
+            problem = why_unusable(name, use) if ATTENTION_KINDS[name].needs_gpu else None
+            for tokens in lengths:
+                shape = 1, model.num_heads, tokens, head_dim
+                missing = None if problem is None else AttentionCost(kind=kind, tokens=tokens, reason=problem)
+                found.append(missing or _attention_cost(kind, kernel, hardware, shape))
+                release_memory(hardware.device)
+                progress.advance()
+    return tuple(found)
+
+
+def _attention_cost(
+    kind: str, kernel: ComparedKernel, hardware: Hardware, shape: tuple[int, int, int, int]
+) -> AttentionCost:
+    tokens = shape[2]
+    # Scores and weights of all pairs, in fp32 and in the dtype of the inputs.
+    standard_bytes = shape[1] * tokens**2 * 2 * (4 + hardware.dtype.itemsize)
+    if kernel.holds_all_scores and standard_bytes > hardware.free_bytes:
+        reason = f"about {mib(standard_bytes)} needed, {mib(hardware.free_bytes)} free"
+        return AttentionCost(kind=kind, tokens=tokens, reason=reason)
+    if not kernel.runs_on_cpu and hardware.device.type == "cpu":
+        return AttentionCost(kind=kind, tokens=tokens, reason="torch has no such kernel for a CPU")
+    try:
+        q, k, v = (torch.zeros(shape, dtype=hardware.dtype, device=hardware.device) for _ in range(3))
+        with torch.inference_mode(), warnings.catch_warnings():
+            # Torch warns about every missing kernel, and the table shows them.
+            warnings.simplefilter("ignore")
+            memory = peak_bytes(lambda: kernel.attend(q, k, v), device=hardware.device)
+            seconds = min(timed(lambda: kernel.attend(q, k, v), hardware.device) for _ in range(_REPEATS))
+    except RuntimeError as error:
+        reason = "out of memory" if is_out_of_memory(error) else "this device has no such kernel for these sizes"
+        return AttentionCost(kind=kind, tokens=tokens, reason=reason)
+    return AttentionCost(kind=kind, tokens=tokens, memory_bytes=memory, seconds=seconds)
