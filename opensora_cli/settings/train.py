@@ -209,7 +209,7 @@ _NEEDS = (
 )
 
 _CONFLICTS = (
-    Pair("parallel.devices", "device!=auto|cuda", "drop one of them"),
+    Pair("parallel.devices", f"device!=auto|{device_names.GPU}", "drop one of them"),
     Pair("parallel.dp_shard_degree>1", "strategy=ddp", "use zero1 to zero3"),
     Pair("parallel.compression=bf16", "precision.compute!=fp32", "use none, or precision.compute=fp32"),
     Pair("optimizer.name=muon", "strategy!=ddp", "use adamw, or ddp: it needs whole matrices"),
