@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
+from opensora_cli.core.files import temporary_name
+from opensora_cli.core.locks import locked_file
 from opensora_cli.core.ranks import (
     INTERRUPTED,
     RankContext,
@@ -109,7 +111,9 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             print_ports(context)
         case "kill":
             report_left(lambda: [f"left by rank {context.rank}"])
-            os.kill(os.getpid(), signal.SIGKILL)
+            (asked.mark / temporary_name()).touch()
+            with locked_file(asked.mark / ".osora-1.lock"):
+                os.kill(os.getpid(), signal.SIGKILL)
         case "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "stop":

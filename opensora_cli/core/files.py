@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -283,18 +283,18 @@ def temporary_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_left(folder: Path) -> None:
-    """Remove the abandoned temporary files and the lock files without a holder from `folder`, once per process.
+def remove_left(folder: Path, *, by: Collection[int] = ()) -> None:
+    """Remove the abandoned temporary files and the lock files without a holder from `folder`. Failures are ignored.
 
-    Failures are ignored.
+    Each process does this once per folder, and again for the temporary files of `by`, the IDs of ended processes.
     """
     look = os.getpid(), folder.absolute()
-    if look in _looked_through:
+    if look in _looked_through and not by:
         return
     _looked_through.add(look)
     with suppress(OSError):
         for path in folder.iterdir():
-            if is_abandoned(path):
+            if is_abandoned(path, ended=by):
                 remove(path)
     if sys.platform != "win32":
         for path in folder.glob(".osora-*.lock"):
@@ -302,18 +302,18 @@ def remove_left(folder: Path) -> None:
                 pass
 
 
-def is_abandoned(path: Path) -> bool:
+def is_abandoned(path: Path, *, ended: Collection[int] = ()) -> bool:
     """Return whether a file or folder has a `temporary_name`, and nothing uses it.
 
-    Its process has ended, and not changed the file for a minute. A process on another machine or in another container
-    cannot be seen from here; the limit is then a day.
+    Its process is one of `ended`, or has ended and not changed the file for a minute. A process on another machine or
+    in another container cannot be seen from here; the limit is then a day.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
         return False
-    is_of_here = match[1] == _place()
-    if is_of_here and psutil.pid_exists(int(match[2])):
-        return False
+    is_of_here, pid = match[1] == _place(), int(match[2])
+    if is_of_here and (pid in ended or psutil.pid_exists(pid)):
+        return pid in ended
     with suppress(OSError):
         inside: Iterable[Path] = () if path.is_symlink() else path.rglob("*")
         last_change = max(each.lstat().st_mtime for each in [path, *inside])

@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def request(folder, **changes):
-    fields = {"gpus": 2, "device_type": "cpu", "log_dir": folder / "logs"}
+    fields = {"gpus": 2, "device_type": "cpu", "log_dir": folder / "logs", "output_dir": folder}
     return LaunchRequest(parallel=ParallelSettings(), **{**fields, **changes})
 
 
@@ -51,6 +51,7 @@ def failing(folder, *arguments, **changes):
     assert time.monotonic() - start < PROMISED_S + 10.0  # the start of the ranks counts here too
     # What a rank started is killed with it, and then ends in its own time.
     wait_for(lambda: left(folder) == [], seconds=10.0)
+    assert list(folder.glob(".osora-*")) == []
     return caught.value
 
 

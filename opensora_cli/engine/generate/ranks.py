@@ -16,6 +16,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.core.ranks import RankContext, beat
 from opensora_cli.engine.components.parallelize import share_tokens
+from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
@@ -145,6 +146,7 @@ def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
         gpus=settings.parallel.ranks_per_node,
         device_type=type_of_ranks(settings.runtime.device),
         log_dir=log_dir,
+        output_dir=sample_files(settings, 0).media.parent,
     )
 
 

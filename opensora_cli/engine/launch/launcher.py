@@ -11,6 +11,7 @@ with three lines of its own, and a stopped rank outlives a launcher that is kill
 import os
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 from opensora_cli.core.device import device_count
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
-from opensora_cli.core.files import temporary_folder, write_json_atomic
+from opensora_cli.core.files import remove_left, temporary_folder, write_json_atomic
 from opensora_cli.core.limits import variables_of_ranks
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.ranks import INTERRUPTED, STORE_VARIABLE
@@ -53,13 +54,15 @@ class LaunchRequest:
     """Request to start ranks on this machine, one for each GPU.
 
     `log_dir` gets a log file per rank, `rank0.log` and so on; a missing folder is created. `parallel.devices` are
-    indexes of GPUs that this process sees. None means the first `gpus`.
+    indexes of GPUs that this process sees. None means the first `gpus`. Temporary files of killed ranks are removed
+    from `output_dir` and from the temporary folder of the system.
     """
 
     parallel: DeviceSettings
     gpus: int
     device_type: str
     log_dir: Path
+    output_dir: Path | None = None
 
     def check(self) -> None:
         """Check the request against this machine.
@@ -132,7 +135,7 @@ def launch(
     the errors of `LaunchRequest.check`, and KeyboardInterrupt, whose argument tells where work is saved or why not.
     """
     request.check()
-    with temporary_folder() as private, _Run() as run:
+    with temporary_folder() as private, _Run(request.output_dir) as run:
         try:
             run.start(request, [*command, *arguments], store=private / "store")
             failure = run.first_failure()
@@ -177,7 +180,8 @@ def write_settings(log_dir: Path, document: object) -> Path:
 class _Run:
     """Ranks of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, output_dir: Path | None = None) -> None:
+        self._output_dir = output_dir
         self._ranks: list[RankProcess] = []
 
     def __enter__(self) -> "_Run":
@@ -187,6 +191,9 @@ class _Run:
         for rank in self._ranks:
             rank.kill()
             rank.close()
+        pids = [rank.pid for rank in self._ranks]
+        for folder in filter(None, (self._output_dir, Path(tempfile.gettempdir()))):
+            remove_left(folder, by=pids)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
         shared = request.environment(store)

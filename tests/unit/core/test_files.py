@@ -20,6 +20,7 @@ from opensora_cli.core.files import (
     atomic_folder,
     atomic_path,
     is_abandoned,
+    remove_left,
     require_space,
     require_writable,
     temporary_folder,
@@ -238,6 +239,7 @@ def test_the_room_on_a_disk_is_checked_where_it_is_known(tmp_path, monkeypatch):
 
 
 TWO_MINUTES, TWO_HOURS, TWO_DAYS = 120.0, 7200.0, 172800.0
+PARTS = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\w+)\.tmp")
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +247,11 @@ def of_the_dead():
     """The name that a process has made which is gone."""
     code = "from opensora_cli.core.files import temporary_name; print(temporary_name())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def changed(name, *, place=None, pid=None):
+    old_place, old_pid, token = PARTS.fullmatch(name).groups()
+    return f".osora-{place or old_place}-{pid or old_pid}-{token}.tmp"
 
 
 def left(path, *, age_s, is_folder=False):
@@ -282,7 +289,7 @@ def test_that_of_a_living_process_is_kept_however_old(tmp_path):
 
 @pytest.mark.parametrize(("age_s", "expected"), [(TWO_HOURS, False), (TWO_DAYS, True)])
 def test_that_of_another_machine_or_container_is_kept_for_a_day(tmp_path, of_the_dead, age_s, expected):
-    name = re.sub("-[0-9a-f]{8}-", "-00000000-", of_the_dead, count=1)
+    name = changed(of_the_dead, place="00000000")
     assert is_abandoned(left(tmp_path / name, age_s=age_s)) is expected
 
 
@@ -308,6 +315,15 @@ def test_an_old_folder_that_was_renamed_before_a_crash_is_kept(tmp_path, of_the_
     assert os.listdir(old) == ["old.txt"]
     os.utime(old, (0, 0))
     assert not is_abandoned(old)
+
+
+def test_those_of_processes_that_were_seen_to_end_are_removed_at_once(tmp_path, of_the_dead):
+    pid = int(PARTS.fullmatch(of_the_dead)[2])
+    others = [changed(of_the_dead, pid=pid + 1), changed(of_the_dead, place="00000000"), f".osora-{pid}.tmp"]
+    for name in (of_the_dead, *others):
+        left(tmp_path / name, age_s=0.0, is_folder=True)
+    remove_left(tmp_path, by=[pid])
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
 
 
 def test_a_temporary_folder_goes_and_so_do_those_of_the_dead(tmp_path, of_the_dead, monkeypatch):
