@@ -114,7 +114,7 @@ def _planned(settings: GenerateSettings, **options: Any) -> Chain:
 
 
 def _make(chain: Chain, ranks: Ranks, reporter: LoggedReporter, *, decodes: bool) -> None:
-    files = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
+    files = [sample_files(chain.settings, index) for index in range(chain.settings.num_samples)]
     with _disable_current_modes():
         references = references_of(chain.video, reporter) if ranks.is_main else []
     with computing(chain.video, reporter), LoadedModels(ranks=ranks) as models:

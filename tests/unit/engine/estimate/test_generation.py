@@ -23,6 +23,7 @@ from opensora_cli.engine.generate.models import LoadedModels, load_t5
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.generate.text import text_embeds
+from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
@@ -166,7 +167,7 @@ def decoded_on_outlines(
         with TensorBytes(device_type=device.type) as counter:
             latents = torch.empty(1, SMALL_VAE.latent_channels, *shape, dtype=torch.bfloat16, device=device)
             for piece in vae.decode_pieces(latents, tiling=tiling, **options):
-                autoencoder._shown(piece[0])
+                to_uint8(piece[0])
         return counter.peak_bytes
 
 
