@@ -114,8 +114,8 @@ def of_reference(time: Published, gpu: GpuSettings) -> float:
     plan = plan_on(time.resolution, f"{time.gpus}xH100", ring=time.gpus > 1)
     evaluated = evaluation(plan, gpu)
     evaluated[TRAFFIC] = gpu.memory_rate.seconds(time.traffic_gb * 1e9)
-    parts = evaluated * EVALUATIONS + loading(plan, gpu) + text(plan, gpu) + decoding(plan, gpu, shared=False)
-    return parts.total
+    decoded = decoding(plan_on(time.resolution, "1xH100"), gpu)
+    return (evaluated * EVALUATIONS + loading(plan, gpu) + text(plan, gpu) + decoded).total
 
 
 def fit(
