@@ -81,6 +81,8 @@ def refused_by_system(error: OSError) -> OsoraError | None:
 
     None for every other error, and if the system names no file: errors outside of `reading` blocks are bugs.
     """
+    if "No usable temporary directory" in str(error):  # of Python's tempfile
+        return HardwareError("no folder for temporary files can be written", hint="set TMPDIR to one that can")
     if error.errno not in _OF_SYSTEM:
         return None
     kind = HardwareError if error.errno in _OF_MACHINE else FileProblem

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from hostile import judge
-from hostile.endings import ENDED, Commands, Ended
+from hostile.endings import ENDED, Commands, Ended, elsewhere
 from hostile.failing_calls import BREAKAGES, Breakage
 from hostile.inputs import Base, Inputs
 from hostile.judge import Fault
@@ -24,8 +24,8 @@ _RUN_LOG = "/log.jsonl"
 _AGE_S = 600.0
 _TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
 _UNFINISHED = re.compile(r".*?((\.osora-|\.saving-)[^/]*|/\.lock$)")
-_PROBE = re.compile(r"open64 (tmp/[a-z0-9_]{8})")
-"""Call with which Python tries the temporary folder while torch is imported. Its file stays if a signal comes then."""
+_PROBE = re.compile(r"(?:open64|write) (tmp/[a-z0-9_]{8})")
+"""Call with which Python tries the temporary folder while torch is imported. Its file stays if the call breaks."""
 _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
 
 
@@ -169,6 +169,8 @@ def _without_numbers(text: str) -> str:
 def _clean_up(base: Base, after: judge.Tree) -> Commands:
     if not any(map(judge.is_unfinished, after)):
         return ()
+    if any(path.startswith("work/out/") for path in after):
+        return [elsewhere(base)]
     replaces = "--overwrite" in base.argv or base.name.startswith("cache")
     return [base.argv if replaces else (*base.argv, "--overwrite")]
 

@@ -27,7 +27,12 @@ def run_again(folder: Folder, base: Base) -> Commands:
 
 
 def run_again_unless_done(folder: Folder, base: Base) -> Commands:
-    return [(*base.argv, "--overwrite")]
+    return [elsewhere(base) if (folder.work / "out").is_dir() else (*base.argv, "--overwrite")]
+
+
+def elsewhere(base: Base) -> tuple[str, ...]:
+    """Return a conversion to another folder, since a folder of weights is never replaced."""
+    return tuple("other" if word == "out" else word for word in base.argv)
 
 
 def generate_on(folder: Folder, base: Base) -> Commands:
