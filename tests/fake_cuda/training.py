@@ -32,6 +32,7 @@ from opensora_cli.engine.train import distribution as ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.memory import plan_frozen_weights, streamed_weights
 from opensora_cli.engine.train.objectives import find_objective, mmdit
+from opensora_cli.engine.train.optimizer import zero_state
 from opensora_cli.engine.train.stand_ins import FakeDistribution, random_text_encoders
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -83,7 +84,9 @@ def rehearse(settings: TrainSettings, world: World | None = None, rank: int = 0)
             settings, distribution = stack.enter_context(ranks.joined_ranks(settings, turn.context))
         reporter = LoggedReporter(turn.log)
         trainer = estimate._trainer(settings, _task(settings, distribution, reporter), distribution)
-        estimate._make_moments(trainer)
+        for learner in trainer.learners.values():
+            for _, weight, optimizer in learner.trained():
+                optimizer.state[weight] = zero_state(optimizer, weight)
         module = trainer.task.module
         stack.enter_context(streamed_weights(module, frozen, settings, device=turn.device, reporter=reporter))
         with reporter.stage(STEP):
