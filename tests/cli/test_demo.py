@@ -59,7 +59,7 @@ def test_a_picture_is_made_first_and_is_the_first_frame(tmp_path, osora):
     assert (video["condition_mode"], picture["num_frames"]) == ("i2v_head", 1)
     assert plan["peak_bytes"] >= max(stage["total_bytes"] for stage in picture["stages"])
     [made] = json.loads(osora(*command).out)["outputs"]
-    assert made["picture"]["file"] == str(tmp_path / "boat.picture.png")
+    assert made["picture_file"] == str(tmp_path / "boat.picture.png")
     picture_HWC, first_HWC = read_picture(tmp_path / "boat.picture.png"), read_video(out).frames_THWC[0]
     assert (picture_HWC.float() - first_HWC.float()).square().mean().sqrt() < 25
     assert made["given_frames_psnr_db"] > 20
