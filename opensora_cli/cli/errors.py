@@ -49,6 +49,9 @@ def run(command: Callable[[], object]) -> int:
                 return _report_failure(error, context)
             if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
                 return _report(InterruptError("interrupted"))
+            if code == OsoraError.exit_code:  # by Typer, for a shell without completion
+                hint = "run it from bash, zsh, fish or PowerShell"
+                return _report(HardwareError("no shell was found that can complete commands", hint=hint))
             return code if isinstance(code, int) else 0
     except OsoraError as error:  # of the link to the launcher
         return _report(error)

@@ -76,7 +76,7 @@ def test_ranks_share_weights_and_wait_for_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_frozen_blocks_that_wait_on_the_host_come_twice(tmp_path: Path) -> None:
-    given = {"lora__rank": 4, "init": "first.safetensors", "model__depth": 3, "memory__checkpointing": True}
+    given = {"lora__rank": 4, "init": "first.safetensors", "model__depth": 3, "memory__checkpointing": "full"}
     resident = parts_of(settings_of(tmp_path, **given))
     assert COPIES not in resident
     streamed = settings_of(tmp_path, **given, device="cuda", memory__offload="blocks", memory__host_weights="mapped")
