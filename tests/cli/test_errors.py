@@ -137,3 +137,8 @@ def test_a_log_of_a_rank_that_cannot_be_written(run, monkeypatch, tmp_path):
         monkeypatch.setenv(name, text)
     found, err = run(lambda reporter: None)
     assert (found, err.partition("\n")[0]) == (3, "error: cannot write no/log: No such file or directory")
+
+
+def test_a_shell_without_completion_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert errors.run(lambda: 1) == 4
+    assert "error: no shell was found that can complete commands\n" in capsys.readouterr().err
