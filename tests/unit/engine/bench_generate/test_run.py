@@ -12,6 +12,7 @@ from opensora_cli.engine.bench_generate import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
+from opensora_cli.memory.monitor import Spread
 from opensora_cli.settings.tries import read_tries
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -83,12 +84,16 @@ def test_the_videos_are_those_that_generate_makes(world, tmp_path):
     assert compared(settings, FEWER).settings[1].psnr_db == pytest.approx(psnr_db(fewer, exact), abs=0.01)
 
 
-def test_repeats_go_back_and_forth_and_measure_the_noise_of_the_exact_run(world, tmp_path):
-    reporter = RecordingReporter()
+def test_repeats_go_back_and_forth_and_measure_the_noise_of_the_exact_run(world, tmp_path, monkeypatch):
+    reporter, measured = RecordingReporter(), []
+    # The clock may give equal seconds.
+    monkeypatch.setattr(Spread, "of", lambda seconds: measured.append(seconds) or Spread(2, 2.0, 0.5))
     report = compared(demo_settings(world, tmp_path, video__num_frames="5"), FEWER, reporter=reporter, repeats=2)
     runs = [note.split(": ")[:2] for note in reporter.notes if note.startswith("run ") and note.endswith(" s")]
     names = ["exact", FEWER, FEWER, "exact"]
     assert runs == [[f"run {number} of 4", name] for number, name in enumerate(names, 1)]
+    assert [len(seconds) for seconds in measured] == [2, 2]
+    assert [(row.seconds, row.deviation_s) for row in report.settings] == [(2.0, 0.5)] * 2
     exact = report.settings[0]
     assert (exact.psnr_db, exact.ssim, exact.latents_error) == (99.0, 1.0, 0.0)
 
