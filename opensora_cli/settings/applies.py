@@ -67,6 +67,12 @@ GENERATE = (
         "with a width and height in pixels: drop it, or these",
         typed=True,
     ),
+    Applies(
+        "video.picture_frames",
+        lambda s: s.video.num_frames == 1 or (s.picture.first and s.picture.own_model),
+        "on videos: drop it, or use --num-frames 1",
+        typed=True,
+    ),
     Applies("video.causal_lengths", lambda s: not s.vae.grid.is_causal, "with the causal {s.vae.kind}: drop it"),
     Applies(
         _GUIDED,

@@ -100,8 +100,18 @@ class GenerateSettings(Section):
 
     @property
     def num_latent_frames(self) -> int:
-        """Latent frames of a segment."""
+        """Latent frames of a segment that is shown."""
         return (self.video.num_frames - 1) // self.vae.grid.time_compression_ratio + 1
+
+    @property
+    def sampled_latent_frames(self) -> int:
+        """Latent frames of a segment that is sampled: more than are shown for a picture with `video.picture_frames`.
+
+        A picture that starts from a draft is sampled alone, since the draft is a picture, too.
+        """
+        if self.video.num_frames > 1 or self.draft.resolution is not None:
+            return self.num_latent_frames
+        return (self.video.picture_frames - 1) // self.vae.grid.time_compression_ratio + 1
 
     @property
     def overlap(self) -> int:
@@ -194,11 +204,7 @@ def _size_problems(settings: GenerateSettings) -> Iterator[str]:
 
 def _length_problems(settings: GenerateSettings) -> Iterator[str]:
     video, grid, name = settings.video, settings.vae.grid, settings.model.name
-    ratio, end, frames = grid.time_compression_ratio, video.max_frames + 1, video.num_frames
-    if video.max_frames == 1 and frames != 1:
-        yield f"video.num_frames={frames} must be 1 with the {name} model, which makes pictures"
-    if frames == 1 or video.max_frames == 1:
-        return
+    ratio, end = grid.time_compression_ratio, video.max_frames + 1
     if grid.is_causal:
         lengths, rule = range(1, end, ratio), f"a multiple of {ratio}, plus 1,"
     elif video.causal_lengths:
@@ -206,12 +212,15 @@ def _length_problems(settings: GenerateSettings) -> Iterator[str]:
     else:
         # A single latent frame is decoded to a picture.
         lengths, rule = range(2 * ratio, end, ratio), f"1, or a multiple of {ratio} from {2 * ratio} on,"
-    if frames not in lengths:
-        longest = lengths[-1] if lengths else 1
-        yield (
-            f"video.num_frames={frames} must be {rule} and at most {longest} with the {name} model: "
-            f"use {min(lengths, key=lambda length: (abs(length - frames), -length), default=1)}"
-        )
+    for key, frames in (("num_frames", video.num_frames), ("picture_frames", video.picture_frames)):
+        if frames != 1 and video.max_frames == 1:
+            yield f"video.{key}={frames} must be 1 with the {name} model, which makes pictures"
+        elif frames != 1 and frames not in lengths:
+            longest = lengths[-1] if lengths else 1
+            yield (
+                f"video.{key}={frames} must be {rule} and at most {longest} with the {name} model: "
+                f"use {min(lengths, key=lambda length: (abs(length - frames), -length), default=1)}"
+            )
 
 
 def _condition_problems(settings: GenerateSettings) -> Iterator[str]:

@@ -59,8 +59,8 @@ _KEYS = """
 model vae text picture.model picture.vae sampling prompt_suffix
 prompt prompts_at negative_prompt refine.original
 video.resolution video.aspect_ratio video.height video.width video.num_frames video.fps video.resolutions
-video.aspect_ratios video.max_frames video.extend video.causal_lengths draft.resolution draft.strength
-condition.mode condition.references condition.fit condition.video_latent_frames
+video.aspect_ratios video.max_frames video.picture_frames video.extend video.causal_lengths
+draft.resolution draft.strength condition.mode condition.references condition.fit condition.video_latent_frames
 condition.seamless condition.continued condition.easy_latent_frames
 picture.first picture.save picture.resolution picture.own_model
 output.format output.metadata output.last_frame output.save_latents output.save_state_every output.preview_every

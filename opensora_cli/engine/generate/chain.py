@@ -132,13 +132,15 @@ class Chain:
         hardware, frames, video = plan.hardware, plan.num_frames, settings.video
         size = f"{settings.num_samples} x {plan.width}x{plan.height}"
         reused = f"{len(plan.reused_steps)} of them from the cache, " if plan.reused_steps else ""
+        sampled = settings.vae.grid.num_frames(plan.latent_shape[1])
+        first = f", the first of {sampled} sampled frames" if frames == 1 < sampled else ""
         offload = plan.offload.lines()
         if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
             offload.insert(0, "modulation on the host, computed before the first step")
         given = f"the last {settings.overlap} of each given to the next"
         found = {
             "model": f"{settings.model.name} on {hardware.device} ({hardware.device_name}), {hardware.dtype_name}",
-            "picture": size if frames == 1 else None,
+            "picture": f"{size}{first}" if frames == 1 else None,
             "video": f"{size}, {frames} frames at {video.fps} fps" if frames > 1 else None,
             "latents": f"{'x'.join(map(str, plan.latent_shape))}, {gib_or_less(self.latent_bytes)} a sample",
             "tokens": f"{plan.video_tokens} video + {settings.text.t5_max_length} text",

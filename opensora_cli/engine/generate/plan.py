@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def scales(self) -> tuple[GuidanceScales, ...]:
-        frames = self.settings.num_latent_frames
+        frames = self.latent_shape[1]
         return guidance_scales(self.guidance, mode=self.mode, timesteps=self.timesteps, num_latent_frames=frames)
 
     @property
@@ -289,7 +289,8 @@ def make_plan(
     rows, columns = latent_size(
         height, width, spatial_compression=grid.spatial_compression_ratio, patch_size=model.patch_size
     )
-    latent_shape = grid.latent_channels, settings.num_latent_frames, rows, columns
+    frames = settings.sampled_latent_frames
+    latent_shape = grid.latent_channels, frames, rows, columns
     makes_picture = settings.picture.first and samples
     if makes_picture:
         _, _, size_note = size_of_picture(settings, settings.picture.resolution)
@@ -300,12 +301,12 @@ def make_plan(
         flow_timesteps(
             sampling.num_inference_steps,
             tokens_per_frame=rows * columns // model.patch_size**2,
-            num_latent_frames=settings.num_latent_frames,
+            num_latent_frames=frames,
             flow_shift=sampling.flow_shift,
         )
     )
     guidance = _guidance(settings)
-    scales = guidance_scales(guidance, mode=mode, timesteps=timesteps, num_latent_frames=settings.num_latent_frames)
+    scales = guidance_scales(guidance, mode=mode, timesteps=timesteps, num_latent_frames=frames)
     mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // model.patch_size**2)
     require_branches(mesh, scales)
 

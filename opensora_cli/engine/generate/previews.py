@@ -125,7 +125,8 @@ class Previews:
             return
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         try:
-            frames_THWC = enlarged(self._colors.frames(predicted_CTHW()), longest_side=_GIF_SIDE)
+            shown_CTHW = predicted_CTHW()[:, : settings.num_latent_frames]
+            frames_THWC = enlarged(self._colors.frames(shown_CTHW), longest_side=_GIF_SIDE)
             write_media([frames_THWC], sample.preview, fps=fps, format=MediaFormat.GIF)
             self._events.hooks.on_preview(sample.preview)
         except (OsoraError, OSError, RuntimeError) as error:

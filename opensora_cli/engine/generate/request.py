@@ -268,6 +268,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
             "vae": picture.vae.model_dump(),
             **{f"files.{name}": value for name, value in picture.files.model_dump().items()},
             "runtime.model_choice": picture.model.name,
+            "video.picture_frames": 1,
             "loras": (),
             "sampling.turbo": False,
         }

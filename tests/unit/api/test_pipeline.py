@@ -200,6 +200,18 @@ def test_settings_of_a_call_win_over_those_of_the_pipeline(world: World, tmp_pat
     assert again.settings.prompt == "raining, sea"
 
 
+def test_a_picture_is_the_first_frame_of_the_frames_that_are_sampled_for_it(
+    world: World, new_pipeline: Callable[..., Pipeline], video: Video, tmp_path: Path
+) -> None:
+    pipe = new_pipeline(num_frames=1)
+    picture = pipe("raining, sea", seed=7, set={"video.picture_frames": 5})
+    assert np.array_equal(picture.frames, video.frames[:1])
+    alone = pipe("raining, sea", seed=7, set={"video.picture_frames": 1})
+    assert not np.array_equal(alone.frames, picture.frames)
+    again = generate(from_=Path(f"{picture.save(tmp_path / 'sea.png')}.json"), weights=str(world.demo))
+    assert np.array_equal(again.frames, picture.frames)
+
+
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, opensora_cli; print('torch' in sys.modules, hasattr(opensora_cli, 'nothing'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

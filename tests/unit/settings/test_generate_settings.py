@@ -71,6 +71,7 @@ BROKEN = {
         ({"video.resolution": "768px"}, "use 128px, or get the released model: osora ckpt download open-sora-v2"),
         ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 does not suit the demo model: use 1:1"),
         ({"video.num_frames": 129}, "at most 33 with the demo model: use 33"),
+        ({"video.num_frames": 1, "video.picture_frames": 16}, "picture_frames=16 must be a multiple of 4, plus 1,"),
         ({"parallel.gpus": 3, "parallel.devices": "0,2"}, "parallel.gpus=3 must be the number of parallel.devices, 2"),
         ({"parallel.devices": "1,1"}, "parallel.devices=1,1 names a GPU twice"),
         ({"parallel.devices": "0,x"}, "parallel.devices=x must be a whole number"),
