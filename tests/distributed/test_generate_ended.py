@@ -148,7 +148,8 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
     flags = ["--device", "cpu"]
     if stage not in KEEPING:
         assert (advice, files(out)) == ([], [])
-        assert cause is not None or "nothing was finished yet: run it again" in err
+        # Rank 0 may still be starting when rank 1 begins to load.
+        assert cause is not None or stage == "load" or "nothing was finished yet: run it again" in err
         return
     assert "nothing was finished" not in err
     assert [shlex.split(line) for line in advice] == [["generate", "--from", str(latents), *flags]]
