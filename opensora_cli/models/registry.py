@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "video.aspect_ratio": "1:1",
             "video.num_frames": 33,
             # The demo learned from clips alone in the end: the first frame of a clip is better than a lone picture.
-            "video.picture_frames": 17,
+            "video.picture_frames": 33,
             "video.fps": 12,
             "video.resolutions": ("128px",),
             "video.aspect_ratios": ("1:1",),
