@@ -69,8 +69,8 @@ GENERATE = (
     ),
     Applies(
         "video.picture_frames",
-        lambda s: s.video.num_frames == 1 or (s.picture.first and s.picture.own_model),
-        "on videos: drop it, or use --num-frames 1",
+        lambda s: s.video.max_frames > 1 and (s.video.num_frames == 1 or (s.picture.first and s.picture.own_model)),
+        "unless a model of videos makes a picture: drop it, or use --num-frames 1",
         typed=True,
     ),
     Applies("video.causal_lengths", lambda s: not s.vae.grid.is_causal, "with the causal {s.vae.kind}: drop it"),

@@ -109,9 +109,10 @@ class GenerateSettings(Section):
 
         A picture that starts from a draft is sampled alone, since the draft is a picture, too.
         """
-        if self.video.num_frames > 1 or self.draft.resolution is not None:
+        video, grid = self.video, self.vae.grid
+        if video.num_frames > 1 or self.draft.resolution is not None:
             return self.num_latent_frames
-        return (self.video.picture_frames - 1) // self.vae.grid.time_compression_ratio + 1
+        return grid.latent_frames(grid.longest_clip(min(video.picture_frames, video.max_frames)))
 
     @property
     def overlap(self) -> int:
@@ -204,7 +205,11 @@ def _size_problems(settings: GenerateSettings) -> Iterator[str]:
 
 def _length_problems(settings: GenerateSettings) -> Iterator[str]:
     video, grid, name = settings.video, settings.vae.grid, settings.model.name
-    ratio, end = grid.time_compression_ratio, video.max_frames + 1
+    ratio, end, frames = grid.time_compression_ratio, video.max_frames + 1, video.num_frames
+    if video.max_frames == 1 and frames != 1:
+        yield f"video.num_frames={frames} must be 1 with the {name} model, which makes pictures"
+    if frames == 1 or video.max_frames == 1:
+        return
     if grid.is_causal:
         lengths, rule = range(1, end, ratio), f"a multiple of {ratio}, plus 1,"
     elif video.causal_lengths:
@@ -212,15 +217,12 @@ def _length_problems(settings: GenerateSettings) -> Iterator[str]:
     else:
         # A single latent frame is decoded to a picture.
         lengths, rule = range(2 * ratio, end, ratio), f"1, or a multiple of {ratio} from {2 * ratio} on,"
-    for key, frames in (("num_frames", video.num_frames), ("picture_frames", video.picture_frames)):
-        if frames != 1 and video.max_frames == 1:
-            yield f"video.{key}={frames} must be 1 with the {name} model, which makes pictures"
-        elif frames != 1 and frames not in lengths:
-            longest = lengths[-1] if lengths else 1
-            yield (
-                f"video.{key}={frames} must be {rule} and at most {longest} with the {name} model: "
-                f"use {min(lengths, key=lambda length: (abs(length - frames), -length), default=1)}"
-            )
+    if frames not in lengths:
+        longest = lengths[-1] if lengths else 1
+        yield (
+            f"video.num_frames={frames} must be {rule} and at most {longest} with the {name} model: "
+            f"use {min(lengths, key=lambda length: (abs(length - frames), -length), default=1)}"
+        )
 
 
 def _condition_problems(settings: GenerateSettings) -> Iterator[str]:

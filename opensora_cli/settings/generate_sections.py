@@ -101,7 +101,9 @@ class VideoSettings(Section):
     height: _Pixels | None = Field(None, description="Height in pixels, instead of resolution. Needs width.")
     width: _Pixels | None = Field(None, description="Width in pixels, instead of resolution. Needs height.")
     num_frames: _Frames = Field(129, description="Frames; 1: a picture.")
-    picture_frames: _Frames = Field(1, description="Frames to sample for a picture, which is the first of them.")
+    picture_frames: _Frames = Field(
+        1, description="Longest clip to sample for a picture, which is its first frame. At most max_frames."
+    )
     fps: int = Field(24, ge=1, le=240, description="Frames per second.")
     resolutions: tuple[str, ...] = Field(("256px", "768px"), min_length=1, description="Resolutions of the model.")
     aspect_ratios: tuple[_AspectRatio, ...] = Field(_RATIOS, min_length=1, description="Aspect ratios of the model.")

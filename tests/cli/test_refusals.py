@@ -53,7 +53,7 @@ EARLY = [
     (
         2,
         ["generate", "sea", "--set", "video.picture_frames=9"],
-        "picture_frames=9 (from --set) has no effect on videos",
+        "picture_frames=9 (from --set) has no effect unless",
     ),
     (2, ["generate", "--shard", "1/2"], "--shard has no effect without --prompts"),
     (3, ["bench-generate", "--from", "boat.mp4"], "boat.mp4 has no sidecar boat.mp4.json beside it"),

@@ -71,7 +71,6 @@ BROKEN = {
         ({"video.resolution": "768px"}, "use 128px, or get the released model: osora ckpt download open-sora-v2"),
         ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 does not suit the demo model: use 1:1"),
         ({"video.num_frames": 129}, "at most 33 with the demo model: use 33"),
-        ({"video.num_frames": 1, "video.picture_frames": 16}, "picture_frames=16 must be a multiple of 4, plus 1,"),
         ({"parallel.gpus": 3, "parallel.devices": "0,2"}, "parallel.gpus=3 must be the number of parallel.devices, 2"),
         ({"parallel.devices": "1,1"}, "parallel.devices=1,1 names a GPU twice"),
         ({"parallel.devices": "0,x"}, "parallel.devices=x must be a whole number"),
@@ -187,6 +186,21 @@ def test_output_format(path: str, format_: str | None, expected: str) -> None:
 def test_latent_frames(model: str, changes: dict[str, object], frames: int) -> None:
     settings = MODELS[model].replace(changes)
     assert (settings.num_latent_frames, settings.size_multiple) == (frames, 16 if model == "released" else 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "frames"),
+    [
+        ("released", {"video.picture_frames": 9}, 33),
+        ("released", {"video.num_frames": 1}, 1),
+        ("released", {"video.num_frames": 1, "video.picture_frames": 9}, 3),
+        ("released", {"video.num_frames": 1, "video.picture_frames": 12}, 3),
+        ("released", {"video.num_frames": 1, "video.picture_frames": 500}, 33),
+        ("high compression", {"video.num_frames": 1, "video.picture_frames": 9}, 2),
+    ],
+)
+def test_sampled_latent_frames(model: str, changes: dict[str, object], frames: int) -> None:
+    assert MODELS[model].replace(changes).sampled_latent_frames == frames
 
 
 @pytest.mark.parametrize(
