@@ -34,6 +34,8 @@ _NO_MEMORY = (
     *("failed to map segment", "can't start new thread"),
 )
 """Texts in error messages of torch, of the loader of shared libraries and of Python's threads."""
+_LOST = "returned NULL without setting an exception"
+"""Message of Python's SystemError if a call fails and its error is lost, as a MemoryError can be."""
 _NO_NAME = "does not exist: no file can have this name"
 _NO_KERNEL = "could not create a primitive"
 """Message of oneDNN if it gets no memory for a kernel's code. A missing kernel is a "primitive descriptor"."""
@@ -44,9 +46,19 @@ def is_lack_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     text = str(error)
+    if isinstance(error, SystemError):
+        return _LOST in text and _is_address_space_limited()
     return isinstance(error, RuntimeError | ImportError) and (
         text == _NO_KERNEL or any(each in text for each in _NO_MEMORY)
     )
+
+
+def _is_address_space_limited() -> bool:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return False
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 @contextmanager

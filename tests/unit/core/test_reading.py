@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_a_process_that_gets_no_memory_ends_with_4(error):
     assert failure is not None
     assert failure.exit_code == 4
     assert failure.message.startswith("there is not enough memory")
+
+
+@pytest.mark.parametrize(("limit", "code"), [(2**32, 4), (resource.RLIM_INFINITY, None)])
+def test_a_lost_error_is_a_lack_of_memory_under_a_limit_alone(limit, code, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
+    failure = translate(SystemError("<function f> returned NULL without setting an exception"))
+    assert getattr(failure, "exit_code", None) == code
+    assert translate(SystemError("bad argument to internal function")) is None
 
 
 @pytest.mark.parametrize(
