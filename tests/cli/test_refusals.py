@@ -50,11 +50,7 @@ EARLY = [
     (2, ["generate", "sea", "--preset", "786px"], "preset '786px' is not one of 256px, 768px, demo, "),
     (2, [*FLUX, "--guidance-scale", "5"], "--guidance-scale 5 has no effect with the distilled model flux1-dev"),
     (2, [*PIXELS, "--height", "288", "--res", "768px"], "--res 768px has no effect with a width and height in pixels"),
-    (
-        2,
-        ["generate", "sea", "--set", "video.picture_frames=9"],
-        "picture_frames=9 (from --set) has no effect unless",
-    ),
+    (2, ["generate", "sea", "--set", "video.picture_frames=9"], "picture_frames=9 (from --set) has no effect unless"),
     (2, ["generate", "--shard", "1/2"], "--shard has no effect without --prompts"),
     (3, ["bench-generate", "--from", "boat.mp4"], "boat.mp4 has no sidecar boat.mp4.json beside it"),
     (2, ["generate", "sea", "--prompts", "p.txt"], "PROMPT has no effect with --prompts"),

@@ -40,7 +40,8 @@ EVENTS = {
 # references and saves. While it saves it is alone, waits for no other, and a disk may take as long as it takes.
 CASES = [
     ("load", 1, "killed"),
-    ("load", 1, "terminated"),
+    # The other rank may still be starting, and rank 0 reports what is finished.
+    ("load", 0, "terminated"),
     ("text", 1, "hung"),
     ("text", 1, "stopped"),
     ("encode", 0, "interrupted"),
@@ -148,8 +149,7 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
     flags = ["--device", "cpu"]
     if stage not in KEEPING:
         assert (advice, files(out)) == ([], [])
-        # Rank 0 may still be starting when rank 1 begins to load.
-        assert cause is not None or stage == "load" or "nothing was finished yet: run it again" in err
+        assert cause is not None or "nothing was finished yet: run it again" in err
         return
     assert "nothing was finished" not in err
     assert [shlex.split(line) for line in advice] == [["generate", "--from", str(latents), *flags]]

@@ -200,7 +200,7 @@ def test_settings_of_a_call_win_over_those_of_the_pipeline(world: World, tmp_pat
     assert again.settings.prompt == "raining, sea"
 
 
-def test_a_picture_is_the_first_frame_of_the_frames_that_are_sampled_for_it(
+def test_a_picture_is_the_first_frame_of_its_sampled_clip(
     world: World, new_pipeline: Callable[..., Pipeline], video: Video, tmp_path: Path
 ) -> None:
     pipe = new_pipeline(num_frames=1)
