@@ -11,15 +11,18 @@ from opensora_cli.settings.load import load_preset
 _GIB = 2**30
 
 NEEDS = {
-    "256px": (23.0, 15.8, 31.7),
-    "768px": (24.7, 20.9, 31.7),
-    "demo": (0.2, 0.2, 0.1),
-    "flux1_dev": (22.5, 9.2, 31.4),
-    "high_compression": (24.1, 9.2, 54.4),
-    "t2i2v_256px": (23.5, 15.8, 54.0),
-    "t2i2v_768px": (25.1, 20.9, 54.0),
+    "256px": (23.0, 1.3, 31.7),
+    "768px": (24.7, 3.0, 31.7),
+    "demo": (0.2, 0.1, 0.1),
+    "flux1_dev": (22.5, 1.5, 31.4),
+    "high_compression": (24.1, 4.1, 54.4),
+    "t2i2v_256px": (23.5, 1.5, 54.0),
+    "t2i2v_768px": (25.1, 3.0, 54.0),
 }
 """`memory_gib`, `least_memory_gib` and `disk_gib` of each preset, as `osora generate --dry-run --on` predicts them."""
+
+_USABLE = 0.95
+"""Share of the free memory that a plan without offloading may take."""
 
 
 class Preset(Document):
@@ -29,13 +32,13 @@ class Preset(Document):
     memory_gib: float
     """GPU memory without offloading."""
     least_memory_gib: float
-    """GPU memory with `--offload blocks --resident-blocks 1`."""
+    """Least free GPU memory for which the automatic plan fits."""
     disk_gib: float
     """Weights in bfloat16."""
     fits: tuple[str, ...]
-    """GPUs that need no offloading."""
+    """GPUs on which the automatic plan offloads nothing."""
     fits_with_offload: tuple[str, ...]
-    """GPUs that need offloading."""
+    """GPUs on which the automatic plan offloads."""
     settings: dict[str, Any]
 
     def lines(self) -> list[str]:
@@ -45,7 +48,7 @@ class Preset(Document):
         length = "a picture" if video["num_frames"] == 1 else f"{video['num_frames']} frames at {video['fps']} fps"
         return [
             f"{self.name}: {model}, {size}, {length}, {steps} steps",
-            f"  needs {self.memory_gib} GiB of GPU memory ({self.least_memory_gib} GiB with --offload blocks), "
+            f"  needs {self.memory_gib} GiB of GPU memory ({self.least_memory_gib} GiB with offloading), "
             f"{self.disk_gib} GiB on disk",
             f"  fits {', '.join(self.fits)}{offloaded}",
         ]
@@ -67,13 +70,14 @@ def describe_presets() -> Presets:
 
     def describe(name: str) -> Preset:
         most, least, disk = NEEDS[name]
+        whole = most * _GIB / _USABLE
         return Preset(
             name=name,
             memory_gib=most,
             least_memory_gib=least,
             disk_gib=disk,
-            fits=tuple(gpu.name for gpu in gpus if gpu.free_bytes >= most * _GIB),
-            fits_with_offload=tuple(gpu.name for gpu in gpus if least * _GIB <= gpu.free_bytes < most * _GIB),
+            fits=tuple(gpu.name for gpu in gpus if gpu.free_bytes >= whole),
+            fits_with_offload=tuple(gpu.name for gpu in gpus if least * _GIB <= gpu.free_bytes < whole),
             settings=load_preset(name).model_dump(mode="json", exclude={"prompt"}),
         )
 

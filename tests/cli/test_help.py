@@ -13,7 +13,7 @@ from opensora_cli.cli.app import _COMMANDS, _wait_without_spinning, load_command
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.listings import NEEDS
+from opensora_cli.engine.listings import NEEDS, describe_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.layers import Given, list_presets
@@ -112,26 +112,34 @@ def test_list_presets(osora) -> None:
         assert GenerateSettings(prompt="x", **preset["settings"]).video.resolution in ("128px", "256px", "768px")
         assert preset["least_memory_gib"] <= preset["memory_gib"]
         assert "H200" in preset["fits"]
-    assert "4090" in document["presets"][1]["fits_with_offload"]
+        assert {*preset["fits"], *preset["fits_with_offload"]} == set(list_presets("hardware"))
+    for preset in document["presets"][:2]:
+        assert {"4070", "4090", "3090"} <= set(preset["fits_with_offload"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_needs_of_presets_are_those_of_their_plans(name: str) -> None:
-    def planned(**more: str) -> PlanDocument:
+    def planned(on: str = "1xH200", **more: str) -> PlanDocument:
         given = {"prompt": "sea", **{key.replace("__", "."): value for key, value in more.items()}}
         request = generate_request(
             {key: Given(value, "test") for key, value in given.items()},
             config=Path(name),
             environment={},
-            on=read_machine("1xH200"),
+            on=read_machine(on),
         )
         reporter = SilentReporter()
         return plan_generation(resolve(request, reporter=reporter), reporter=reporter, on=request.on)
 
     whole = planned(memory__offload="none")
-    least = planned(memory__offload="blocks", memory__resident_blocks="1")
+    # If nothing fits, the plan is the one with the least memory.
+    least = planned(memory__limit="1MiB")
     assert NEEDS[name][:2] == pytest.approx((whole.peak_bytes / 2**30, least.peak_bytes / 2**30), abs=0.1)
+    assert planned(memory__limit=f"{NEEDS[name][1] + 0.1}GiB").fits
+    (preset,) = (preset for preset in describe_presets().presets if preset.name == name)
+    for gpu in (*preset.fits, *preset.fits_with_offload):
+        plan = planned(gpu)
+        assert (plan.fits, plan.peak_bytes >= whole.peak_bytes) == (True, gpu in preset.fits), gpu
 
 
 def commands() -> dict[str, object]:

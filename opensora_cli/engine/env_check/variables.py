@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import nearest
 from opensora_cli.core.reading import read_text
 from opensora_cli.core.redaction import is_relevant
 from opensora_cli.engine.env_check.report import Finding, ok, problem, warning
@@ -19,6 +20,17 @@ Variables = Mapping[str, str | None]
 """Values by name. None means unknown, as for a value that a script computes."""
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_ALLOCATOR_OPTIONS = (
+    "backend", "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse",
+    "large_segment_size_mb", "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction",
+    "pinned_free_catch_all", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb",
+    "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "pinned_use_background_threads",
+    "pinned_use_cuda_host_register", "pinned_use_hip_host_register", "release_lock_on_cudamalloc",
+    "release_lock_on_hipmalloc", "roundup_power2_divisions", "throw_on_cudamalloc_oom",
+)  # fmt: skip
+"""Options of torch 2.13. A torch that is built for the CPU accepts any name."""
+_OPTION = re.compile(r"([^\s\d>,:\[\]][^\s,:\[\]]*)\s*:")
 
 _LARGEST_FILE_BYTES = 2**20
 _LINE = re.compile(r"^[ \t]*(ENV|ARG|export)[ \t]+((?:\\\n|.)*)", re.MULTILINE)
@@ -179,15 +191,17 @@ def _lint_allocator(known: Mapping[str, str], *, uses_cuda: bool) -> Iterator[Fi
             variable=old,
         )
     for name in _ALLOCATOR_VARIABLES:
-        if fault := allocator_fault(known.get(name, "")):
+        why = "torch stops when it first uses a GPU, with a message that names no variable"
+        fix = "see PYTORCH_ALLOC_CONF in torch's notes on CUDA"
+        text = known.get(name, "")
+        if fault := allocator_fault(text):
             # A build for the CPU never reads the variable.
             make = problem if uses_cuda else warning
-            yield make(
-                f"{name}: {fault}",
-                why="torch stops when it first uses a GPU, with a message that names no variable",
-                fix="see PYTORCH_ALLOC_CONF in torch's notes on CUDA",
-                variable=name,
-            )
+            yield make(f"{name}: {fault}", why=why, fix=fix, variable=name)
+        elif unknown := next((option for option in _OPTION.findall(text) if option not in _ALLOCATOR_OPTIONS), None):
+            close = nearest(unknown, _ALLOCATOR_OPTIONS)
+            fix = f"did you mean {close}?" if close else fix
+            yield warning(f"{name}: {unknown} is not an option of torch 2.13", why=why, fix=fix, variable=name)
 
 
 def allocator_fault(text: str) -> str | None:

@@ -55,14 +55,29 @@ def test_an_assertion_of_torch_is_shown_as_the_form_that_it_wants():
     assert allocator_fault("backend=native") == "'backend=native' is not of the form name:value,name:value"
 
 
+@pytest.mark.skipif(bool(torch.version.cuda), reason="this torch refuses unknown options itself")
+@pytest.mark.parametrize(
+    ("text", "unknown", "fix"),
+    [
+        ("foo:1", "foo", "see PYTORCH_ALLOC_CONF"),
+        ("max_split_size_mb:64,expandable_segment:True", "expandable_segment", "did you mean expandable_segments?"),
+    ],
+)
+def test_an_unknown_option_of_the_allocator_is_named(text, unknown, fix, lint):
+    (finding,) = lint("Dockerfile", f'ENV PYTORCH_CUDA_ALLOC_CONF="{text}"')
+    assert (finding.severity, finding.line) == (WARNING, 1)
+    assert finding.message == f"PYTORCH_CUDA_ALLOC_CONF: {unknown} is not an option of torch 2.13"
+    assert finding.fix.startswith(fix)
+
+
 @pytest.mark.parametrize(
     "variables",
     [
-        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True, roundup_power2_divisions:[256:1,>:4],backend : native"},
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "0"},
         {"OMP_NUM_THREADS": "8,2"},
         {"CUDA_VISIBLE_DEVICES": "3,1"},
-        {"OSORA_WEIGHTS": "/weights", "OSORA_SAMPLING__SEED": "1", "OSORA_LOOP__STEPS": "10"},
+        {"OSORA_WEIGHTS": "/weights", "OSORA_SAMPLING__SEED": "1", "OSORA_LOOP__STEPS": "10", "OSORA_STEPZ": "3"},
     ],
     ids=str,
 )  # fmt: skip
