@@ -19,7 +19,14 @@ from opensora_cli.settings.flags import FLAGS, option_of
 # Typer vendors Click and exposes only this subclass of the error for a command line that does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_RENAMED = {"offload_model": "--offload", "is_causal_vae": "--set", "ckpt_path": "--weights"}
+_RENAMED = {
+    "offload_model": "--offload",
+    "is_causal_vae": "--set",
+    "ckpt_path": "--weights",
+    "length": "--num-frames",
+    "batch_size": "--prompts",
+    "distributed": "--gpus",
+}
 """Options of the reference implementation's scripts that the tables of `settings.reference` do not name."""
 
 

@@ -179,7 +179,10 @@ class RobustCommunication:
         )
 
     def verify_communication(self, input_tensor: Tensor, output_tensor: Tensor, comm_type: str) -> None:
-        """Check shape and numbers of a result over all ranks. Raises AssertionError if they cannot be right."""
+        """Check shape and numbers of a result over all ranks. Raises AssertionError if they cannot be right.
+
+        An `all_to_all` divided dimension 1 and joined dimension 2, unlike the defaults of `safe_all_to_all`.
+        """
         expected = self.calculate_expected_shape(input_tensor, comm_type)
         if output_tensor.shape != expected:
             raise AssertionError(f"{comm_type} gave {tuple(output_tensor.shape)} and not {tuple(expected)}")

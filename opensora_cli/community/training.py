@@ -50,7 +50,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
 def create_colossalai_plugin(plugin: str, dtype: str, grad_clip: float, **kwargs: object) -> NoReturn:
     """Raise RequestError with the settings that replace the keywords."""
     known = {"sp_size": "parallel.ulysses_degree", "tp_size": "parallel.tensor_parallel_degree"}
-    settings = {"strategy": plugin, "precision.compute": dtype, "optimizer.max_grad_norm": grad_clip}
+    settings = {"strategy": plugin, "precision.compute": dtype, "optimizer.max_grad_norm": grad_clip or 1e12}
     settings |= {name: kwargs[key] for key, name in known.items() if key in kwargs}
     flags = " ".join(f"--set {name}={value}" for name, value in settings.items())
     raise RequestError("create_colossalai_plugin does not exist in osora", hint=f"use osora train {flags}")

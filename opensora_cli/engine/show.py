@@ -123,7 +123,9 @@ def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
     sidecar = sidecar_path(path) if _is_media(path) else path
     if sidecar is path or sidecar.is_file():
         return read_sidecar(sidecar)
-    tags = read_tags(path) if path.exists() else {}
+    if not path.exists():
+        raise FileProblem(f"{path} does not exist")
+    tags = read_tags(path)
     if "prompt" not in tags:
         raise FileProblem(f"{path} has no sidecar {sidecar.name} beside it, and no prompt in itself")
     for key, tag in (("prompt", "prompt"), ("sampling.seed", "seed")):

@@ -92,6 +92,30 @@ GENERATE = (
     Applies("memory.resident_blocks memory.host_weights", "memory.offload=auto|blocks", "use blocks"),
 )
 
+
+def _is_guided(s: Any) -> bool:
+    return s.sampling.guidance_scale != 1 or (_gives_frames(s) and s.sampling.image_guidance_scale != 1)
+
+
+def _gives_frames(s: Any) -> bool:
+    return bool(s.condition.references or s.picture.first or s.video.extend)
+
+
+def _comes(s: Any, every: int | None) -> bool:
+    steps: int = s.sampling.num_inference_steps
+    return (every or 0) <= steps
+
+
+_FEW_STEPS = "in so few steps"
+WARNED = (
+    Applies("negative_prompt", _is_guided, "without guidance (sampling.guidance_scale=1)"),
+    Applies("sampling.image_guidance_scale sampling.image_oscillation", _gives_frames, "without given frames"),
+    Applies("condition.fit", lambda s: s.condition.references, "without references"),
+    Applies("output.preview_every", lambda s: _comes(s, s.output.preview_every), _FEW_STEPS),
+    Applies("output.save_state_every", lambda s: _comes(s, s.output.save_state_every), _FEW_STEPS),
+)
+"""Settings of a generation that may be typed without effect, such as by a script for many requests."""
+
 SAME_FOR_ALL_RUNS = Applies(
     "prompt prompts_at negative_prompt refine prompt_suffix text loras model files video condition picture draft "
     "from_latents resume output sampling.seed sampling.num_samples sampling.stop_at sampling.turbo "
@@ -168,12 +192,23 @@ def refuse_without_effect(settings: Section, overrides: Mapping[str, Given]) -> 
         if not row.why or not row.typed or row.holds(settings):
             continue
         for key in (key for key in overrides if key in row.covered(type(settings))):
-            value, source = shown(overrides[key].value), overrides[key].source
             why, _, fix = row.reason(settings).rpartition(": ")
-            # `--set` and `--try NAME` name a key beside the value.
-            is_flag = re.fullmatch(r"--(?!set$)[\w-]+", source)
-            setting = f"{source} {value}" if is_flag else f"{key}={value} (from {source})"
-            raise RequestError(f"{setting} has no effect {why}", hint=fix)
+            raise RequestError(f"{_as_given(key, overrides[key])} has no effect {why}", hint=fix)
+
+
+def warnings_without_effect(settings: Section, overrides: Mapping[str, Given]) -> Iterator[str]:
+    """Yield a line for each setting of a generation that was typed and changes nothing, but is not refused."""
+    for row in WARNED:
+        for key in (key for key in overrides if key in row.covered(type(settings)) and not row.holds(settings)):
+            yield f"{_as_given(key, overrides[key])} has no effect {row.reason(settings)}"
+
+
+def _as_given(key: str, given: Given) -> str:
+    """Return a setting as it was given."""
+    value = shown(given.value)
+    # `--set` and `--try NAME` name a key beside the value.
+    is_flag = re.fullmatch(r"--(?!set$)[\w-]+", given.source)
+    return f"{given.source} {value}" if is_flag else f"{key}={value} (from {given.source})"
 
 
 def used_settings(settings: Section) -> dict[str, Any]:

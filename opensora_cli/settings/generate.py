@@ -193,6 +193,9 @@ def _size_problems(settings: GenerateSettings) -> Iterator[str]:
                 fitting = [str(size) for size in (below, below + multiple) if size]
                 yield f"video.{side}={value} must be a multiple of {multiple}: use {either(fitting)}"
         return
+    if settings.draft.resolution is not None and len(video.resolutions) == 1:
+        yield f"draft.resolution does not go with the {name} model, which has one size: drop it"
+        return
     fix = f", or get the released model: {components.DOWNLOAD_COMMAND}" if name == DEMO else ""
     for key, asked, known, more in (
         ("video.resolution", video.resolution, video.resolutions, fix),

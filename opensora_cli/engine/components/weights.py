@@ -92,6 +92,14 @@ def find_weights(settings: GenerateSettings) -> WeightFiles:
     return _locate(files, folders, model=settings.model.name, looked_in=" and ".join(map(str, folders)))
 
 
+def require_named_demo(settings: GenerateSettings) -> None:
+    """Raise CheckpointError if the folder of `--weights` has no transformer of the demo, so that nothing uses it."""
+    folder, file = settings.runtime.weights, settings.files.transformer
+    if folder is not None and not (Path(folder) / file).exists():
+        hint = "name a folder of trained weights, or drop it to use the packaged demo"
+        raise CheckpointError(f"{folder} has no {file} for the demo model", hint=hint)
+
+
 def find_released(files: WeightNames, named: str | None, *, model: str = OPEN_SORA_V2) -> WeightFiles:
     """Return the places of the weights of a released model; see `find_weights`. `named` is the only searched folder."""
     if named is not None:

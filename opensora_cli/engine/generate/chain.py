@@ -17,6 +17,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT, HostMemory, StageMemory, verdict_line
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, SEGMENT, VIDEO, Plan, make_plan
 from opensora_cli.engine.generate.request import draft_settings, picture_settings
+from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.devices import DType, HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -255,14 +256,17 @@ def require_fit(chain: Chain) -> None:
             continue  # such as a video too short for its references
         if smaller.fits:
             fitting.append(f"{flag} ({gib_or_less(smaller.peak_bytes)})")
+            if "video.num_frames" in changes:  # Shorter videos fit, too.
+                break
+    more = "use a device with more memory" + (", or --model demo" if plan.settings.model.name != DEMO else "")
     raise HardwareError(
         f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {usable}",
-        hint=f"{either(fitting)} would fit" if fitting else "use a device with more memory, or --model demo",
+        hint=f"{either(fitting)} would fit" if fitting else more,
     )
 
 
 def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield changes as a flag and as settings: first changes that keep the result, last the smallest video."""
+    """Yield changes as a flag and as settings: first changes that keep the result, last ever shorter videos."""
     settings = plan.settings
     if settings.memory.offload is not OffloadMode.AUTO or settings.memory.resident_blocks is not None:
         yield "--offload auto", {"memory.offload": OffloadMode.AUTO, "memory.resident_blocks": None}
@@ -278,9 +282,10 @@ def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
     smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
     if settings.video.height is None and settings.video.resolution != smallest:
         yield f"--res {smallest}", {"video.resolution": smallest}
-    frames = settings.vae.grid.longest_clip(settings.video.num_frames // 2 + 1)
-    if frames < settings.video.num_frames:
-        yield f"--num-frames {frames}", {"video.num_frames": frames}
+    frames = settings.video.num_frames
+    while (fewer := settings.vae.grid.longest_clip(frames // 2 + 1)) < frames:
+        yield f"--num-frames {fewer}", {"video.num_frames": fewer}
+        frames = fewer
 
 
 def gib_or_less(num_bytes: int) -> str:

@@ -19,6 +19,7 @@ _COLUMNS = {
     **{key: key for key in all_keys(GenerateSettings)},
     **{name: flag.key for name, flag in FLAGS.items() if not flag.is_negated},
     "negative": "negative_prompt",
+    "text": "prompt",  # of the reference's tables
     _NAME: _NAME,
 }
 """Setting of each column; `name` is the name of the result."""
@@ -74,7 +75,7 @@ def read_prompts(path: Path) -> list[Row]:
         rows.append(row)
     if not rows:
         raise FileProblem(f"{path} has no rows")
-    if columns and "prompt" not in columns:
+    if columns and columns.keys().isdisjoint(("prompt", "text")):
         raise FileProblem(f"{path} has no column prompt; it has {plain(', '.join(columns))}")
     return rows
 

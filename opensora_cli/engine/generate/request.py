@@ -18,11 +18,12 @@ from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
-from opensora_cli.engine.components.weights import choose_model, require_weights_of
+from opensora_cli.engine.components.weights import choose_model, require_named_demo, require_weights_of
 from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
 from opensora_cli.media.results import readable_file
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
+from opensora_cli.settings.applies import warnings_without_effect
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given, explain
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, usual_settings
@@ -81,6 +82,8 @@ def resolve(
     for line in request.notes:
         reporter.note(line)
     settings = load_generate_settings(request, model=model)
+    if choice == DEMO and "runtime.weights" in request.overrides:
+        require_named_demo(settings)
     if request.saved is None and (asked := asked_sampling(settings)):
         settings = load_generate_settings(replace(request, config={**asked, **request.config}), model=model)
         for line in described(asked, settings):
@@ -96,6 +99,8 @@ def resolve(
         )
     if choice == AUTO:
         reporter.note(f"model: {model} ({reason})")
+    for line in warnings_without_effect(settings, request.overrides):
+        reporter.warn(line)
     return settings
 
 

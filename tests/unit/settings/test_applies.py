@@ -5,7 +5,7 @@ from pydantic import Field
 
 from opensora_cli.core.section import Section, all_keys, find_setting
 from opensora_cli.settings import generate, train
-from opensora_cli.settings.applies import Pair, pair_problems, used_settings
+from opensora_cli.settings.applies import Pair, pair_problems, used_settings, warnings_without_effect
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import (
@@ -84,6 +84,30 @@ def test_what_took_part(settings: GenerateSettings, without: str, there: str) ->
     request = generate_request(adapters, saved=saved, environment=environment)
     again = load_generate_settings(request, model=settings.model.name)
     assert used_settings(again) == values
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, "sampling.image_guidance_scale condition.fit output.preview_every output.save_state_every"),
+        ({"sampling__guidance_scale": 1}, "negative_prompt sampling.image_guidance_scale condition.fit"),
+        ({"sampling__guidance_scale": 1, "video__extend": 1}, "condition.fit"),
+        ({"condition__mode": "i2v_head", "condition__references": ("a.png",)}, "output.preview_every"),
+    ],
+    ids=str,
+)
+def test_typed_settings_that_change_nothing_are_named(changes: dict[str, object], keys: str) -> None:
+    typed = {
+        "negative_prompt": "rain",
+        "sampling.image_guidance_scale": 9.0,
+        "condition.fit": "pad",
+        "output.preview_every": 51 if "output.preview_every" in keys else 50,
+        "output.save_state_every": 51 if "output.save_state_every" in keys else 50,
+    }
+    settings = made(**changes).replace({key: value for key, value in typed.items() if key not in changes})
+    lines = [*warnings_without_effect(settings, {key: Given(value, "--set") for key, value in typed.items()})]
+    assert sorted(line.partition("=")[0] for line in lines) == sorted(keys.split())
+    assert all(" (from --set) has no effect " in line for line in lines)
 
 
 def test_compression_is_part_of_a_request_for_it_changes_the_result():

@@ -70,6 +70,7 @@ BROKEN = {
     "demo": [
         ({"video.resolution": "768px"}, "use 128px, or get the released model: osora ckpt download open-sora-v2"),
         ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 does not suit the demo model: use 1:1"),
+        ({"draft.resolution": "128px"}, "does not go with the demo model, which has one size: drop it"),
         ({"video.num_frames": 129}, "at most 33 with the demo model: use 33"),
         ({"parallel.gpus": 3, "parallel.devices": "0,2"}, "parallel.gpus=3 must be the number of parallel.devices, 2"),
         ({"parallel.devices": "1,1"}, "parallel.devices=1,1 names a GPU twice"),

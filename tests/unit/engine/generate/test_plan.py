@@ -1,6 +1,7 @@
 """Plans of the released presets without their weights, and what does not fit."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -192,6 +193,21 @@ def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
     with pytest.raises(HardwareError) as caught:
         require_fit(make_chain(released_settings(world, tmp_path)))
     assert caught.value.hint == "use a device with more memory, or --model demo"
+
+
+def test_the_longest_shorter_video_that_fits_is_named(world, tmp_path, monkeypatch):
+    peaks = {
+        frames: make_chain(demo_settings(world, tmp_path, video__num_frames=frames)).peak_bytes for frames in (5, 9, 17)
+    }
+    assert peaks[5] < peaks[9] < peaks[17]
+    on_machine_with(peaks[5], monkeypatch)
+    with pytest.raises(HardwareError) as caught:
+        require_fit(make_chain(demo_settings(world, tmp_path, video__num_frames=17)))
+    assert re.fullmatch(r"--num-frames 5 \([\d.]+ MiB\) would fit", caught.value.hint)
+    on_machine_with(1000, monkeypatch)
+    with pytest.raises(HardwareError) as caught:
+        require_fit(make_chain(demo_settings(world, tmp_path)))
+    assert caught.value.hint == "use a device with more memory"
 
 
 def test_tiles_are_named_where_they_would_fit(world, tmp_path, monkeypatch):

@@ -32,6 +32,12 @@ def test_files_are_found_from_the_folder_of_the_table(tmp_path):
     assert row.given["condition.references"].value == (str(tmp_path / "a.png"),) * 2
 
 
+def test_a_table_of_the_reference_has_its_prompts_in_a_column_text(tmp_path):
+    (tmp_path / "p.csv").write_text("text,seed\nsea,1\n")
+    [row] = read_prompts(tmp_path / "p.csv")
+    assert (row.prompt, row.problem) == ("sea", None)
+
+
 @pytest.mark.parametrize("header", ["", "Unnamed: 0", " "])
 def test_a_column_that_numbers_the_rows_is_ignored(tmp_path, header):
     (tmp_path / "p.csv").write_text(f"{header},prompt,seed\n0,sea,1\n1,desert,2.0\n")
