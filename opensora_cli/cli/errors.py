@@ -116,7 +116,7 @@ def _usage_error(error: Exception) -> RequestError:
         hint = f"put a text that begins with - after --, at the end, or {hint}"
     if not hasattr(error, "possibilities"):
         describe: Callable[[], str] = getattr(error, "format_message", error.__str__)
-        return RequestError(describe(), hint=hint)
+        return RequestError(describe().replace(": Value error, ", ": ", 1), hint=hint)
     if option == "--prompt":  # of the reference
         return RequestError(f'no such option: {option}. Use the text alone: osora generate "raining, sea"', hint=hint)
     known = {name for each in getattr(getattr(context, "command", None), "params", ()) for name in each.opts}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from opensora_cli.cli.command import CONFIG, DEVICES, ON, SET, Call, device_rows, make_command
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.components.weights import warn_of_missing
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
 from opensora_cli.engine.train.early import check_output, refuse_early, warn_of_missing_inputs
@@ -84,10 +85,10 @@ def _run(given: Layer, call: Call) -> None:
     machine = call.planned
     settings = load_settings(given, call, machine=machine)
     resume = call.value("--resume-from", Path) or "--resume" in call.given
-    if dry_run:
-        check_output(settings, resume=resume, overwrite=overwrite)
-    else:
+    if not dry_run:
         refuse_early(settings, resume=resume, overwrite=overwrite)
+    elif resume:
+        check_output(settings, resume=resume, overwrite=overwrite)  # the plan names the checkpoint
     with call.loading():
         from opensora_cli.engine.train import run
         from opensora_cli.engine.train.plan import plan_training, with_memory
@@ -96,7 +97,9 @@ def _run(given: Layer, call: Call) -> None:
         plan = plan_training(settings, resume=resume, overwrite=overwrite, machine=machine)
         if call.is_main:
             if machine is None:
+                warn_of_missing(lambda: check_output(settings, resume=resume, overwrite=overwrite), call.reporter)
                 warn_of_missing_inputs(settings, call.reporter)
+                warn_of_missing(lambda: run.require_same_cache(settings), call.reporter)
             plan = with_memory(plan, reporter=call.reporter, machine=machine)
         call.show(plan)
         return

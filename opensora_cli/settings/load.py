@@ -26,10 +26,11 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object, require_schema
-from opensora_cli.core.section import NO_VALUE, is_inside
+from opensora_cli.core.section import NO_VALUE, changed, is_inside, shown
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import LoraFile, settings_of
+from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
 from opensora_cli.settings.layers import (
@@ -77,6 +78,8 @@ _SAMPLED_WITH = (
 )
 """Files that decoding does not read. A file of latents records them."""
 _FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
+_MACHINE = frozenset({"runtime.device", "memory", "parallel"})
+"""Devices, and how a video is divided and offloaded. A file brings only what is in DESCRIPTION."""
 
 
 def is_description(key: str) -> bool:
@@ -307,8 +310,14 @@ def flags_again(settings: GenerateSettings, *, decodes: bool) -> list[str]:
     """Return the flags that continuing saved latents of `settings` needs."""
     values = {key: attrgetter(key)(settings) for key in _FILES}
     needed = _files_needed(values, settings.loras, usual_settings(settings.model.name), decodes=decodes)
-    device = settings.runtime.device
-    return [*needed.values(), *([] if device == "auto" else [f"--device {device}"])]
+    options = {row.key: option_of(name) for name, row in FLAGS.items()}
+    machine = [
+        f"{options[key]} {shown(value)}" if key in options else f"--set {key}={shown(value)}"
+        for key, value in changed(settings).items()
+        # Only --prompts has rows to spread.
+        if is_inside(key, _MACHINE) and not is_description(key) and key != "parallel.data_parallel_degree"
+    ]
+    return [*needed.values(), *machine]
 
 
 def _files_needed(

@@ -75,6 +75,7 @@ EARLY = [
     (2, ["train", "--config", "vae_hunyuan", "--check-data", "--dry-run"], "--dry-run has no effect with --check-data"),
     (2, ["train", "--config", "vae_hunyuan", "--on", "2x4090"], "--on has no effect without --dry-run"),
     (2, ["train", "--plot", "a.png"], "--plot needs the folders of runs"),
+    (2, ["env-check", "--profile", "foo"], "'--profile': 'foo' is not one of 'local', 'cloud', 'cluster'."),
     (2, ["train", "run"], "RUN has no effect without --plot"),
     (3, ["train", "--from", "gone.json"], "gone.json does not exist"),
     (3, ["train", "--config", "demo_lora", "--set", "data.table=gone.csv"], "gone.csv does not exist"),

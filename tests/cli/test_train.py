@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import tiny_training
+import torch
 import yaml
 
 from opensora_cli.cli.app import main
+from opensora_cli.engine.encode.clip_cache import write_header
+from opensora_cli.engine.encode.clips import EmptyPrompt
 from opensora_cli.engine.train import plan
 from opensora_cli.engine.train.objectives.vae import VAETask
 
@@ -84,6 +87,14 @@ def test_packaged_recipes_by_name(recipe_name, tmp_path, monkeypatch, osora):
 
 
 @pytest.mark.usefixtures("_no_estimates")
+def test_dry_run_warns_of_a_cache_of_another_run(tmp_path, osora):
+    folder = tmp_path / "cache"
+    write_header(folder, {"fit": "other"}, EmptyPrompt(torch.zeros(2, 4), torch.zeros(3)))
+    err = osora("train", "--config", "demo_lora", "--dry-run", "--set", f"train_mmdit.cache={folder}").err
+    assert f"a run would be refused: {folder} was made for another run, which differs in: " in " ".join(err.split())
+
+
+@pytest.mark.usefixtures("_no_estimates")
 def test_interrupt_resume_and_overwrite(recipe, tmp_path, monkeypatch, capsys, osora):
     run = tmp_path / "run"
     interrupted_at(2, monkeypatch)
@@ -92,7 +103,11 @@ def test_interrupt_resume_and_overwrite(recipe, tmp_path, monkeypatch, capsys, o
     assert capsys.readouterr().err == expected
     assert not (run / "vae.safetensors").exists()
 
-    assert "continue it with --resume, replace it with --overwrite" in osora(*recipe, "--quiet", code=3).err
+    refused = "continue it with --resume, replace it with --overwrite"
+    assert refused in osora(*recipe, "--quiet", code=3).err
+    planned = " ".join(osora(*recipe, "--dry-run").err.split())
+    assert f"warning: a run would be refused: {run} holds an earlier run" in planned
+    assert refused in planned
     with monkeypatch.context() as patched:
         patched.setattr(plan, "estimate_rank", lambda settings, reporter: tiny_training.rank_memory())
     assert f"resumed from {run / 'epoch0-global_step3'}" in osora(*recipe, "--dry-run", "--resume").out

@@ -146,7 +146,7 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
 
     latents = out / "raining-sea_seed7.latents.safetensors"
     advice = re.findall(r"continue with: osora (.*)", err)
-    flags = ["--device", "cpu"]
+    flags = ["--device", "cpu", "--gpus", "2"]
     if stage not in KEEPING:
         assert (advice, files(out)) == ([], [])
         assert cause is not None or "nothing was finished yet: run it again" in err
@@ -154,6 +154,7 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
     assert "nothing was finished" not in err
     assert [shlex.split(line) for line in advice] == [["generate", "--from", str(latents), *flags]]
     assert files(out) == [latents.name]
+    acting(rank=0, stage="none", act=KILL)
     assert main(shlex.split(advice[0])) == 0
     assert videos(out) == {name: whole[name] for name in ("raining-sea_seed7.mp4",)}
 
@@ -196,7 +197,7 @@ def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, pro
     code, _, err = processes.osora(tmp_path, [*short, "--gpus", "2", "--out", str(out)]).end(LIMIT_S)
     assert code == 130, err
     [state] = out.iterdir()
-    assert f"continue with: osora generate --from {state} --device cpu\n" in err
+    assert f"continue with: osora generate --from {state} --device cpu --gpus 2\n" in err
 
     (tmp_path / "acting" / "sitecustomize.py").unlink()
     resumed = ["generate", "--from", str(state), "--device", "cpu", "--gpus", str(ranks)]

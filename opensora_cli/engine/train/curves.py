@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opensora_cli.checkpoint.formats.colossal import SETTINGS_FILE
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.files import require_writable
@@ -59,6 +60,8 @@ def plot_runs(runs: Sequence[str], path: Path, *, overwrite: bool = False) -> Tr
 def _read(run: Path) -> list[Mapping[str, Any]]:
     """Return the lines of a log, except broken ones: a crash or a run in progress may leave a partial line."""
     path = run / LOG_FILE if run.is_dir() else run
+    if (run / SETTINGS_FILE).exists() and not path.exists():
+        raise FileProblem(f"{run} has no log yet", hint="a run logs every loop.log_every steps")
     lines: list[Mapping[str, Any]] = []
     for text in read_text(path, max_bytes=MAX_LOG_BYTES, hint="name the folder of a run").splitlines():
         try:

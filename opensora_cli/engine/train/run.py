@@ -131,6 +131,14 @@ def train(
         return _Run(plan, distribution, reporter, given).run()
 
 
+def require_same_cache(settings: TrainSettings) -> None:
+    """Raise FileProblem if the cache of clips was made with other settings. Weights are compared in the run."""
+    if settings.clip_cache is not None:
+        is_alone = settings.parallel.world_size == 1
+        device = training_device(settings) if is_alone else torch.device(type_of_ranks(settings.device))
+        require_same_settings(settings, device=device)
+
+
 def _start_ranks(settings: TrainSettings, *, flags: Sequence[str]) -> None:
     """Train in one process per rank, and return when all are done. The first rank prints.
 
@@ -139,8 +147,7 @@ def _start_ranks(settings: TrainSettings, *, flags: Sequence[str]) -> None:
     for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
         open_table(each, fixed_starts=False)
     kind, parallel = type_of_ranks(settings.device), settings.parallel
-    if settings.clip_cache is not None:
-        require_same_settings(settings, device=torch.device(kind))
+    require_same_cache(settings)
     with log_folder("train") as log_dir:
         request = LaunchRequest(parallel=parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = write_settings(log_dir, settings.model_dump(mode="json"))

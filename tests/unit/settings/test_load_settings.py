@@ -23,6 +23,7 @@ from opensora_cli.settings.load import (
     TYPED,
     GenerateRequest,
     SavedSettings,
+    flags_again,
     generate_request,
     is_description,
     load_generate_settings,
@@ -339,3 +340,27 @@ def test_what_made_latents_is_kept_as_a_record_where_they_are_decoded() -> None:
     assert (settings.loras[0].path, settings.files.t5) == ("/a", "/t5")
     with pytest.raises(RequestError, match=r"made with --set files\.vae=/vae, and"):
         from_saved({"files": {"vae": "/vae"}}, given=given, decodes=True)
+
+
+def test_the_command_that_continues_has_the_devices_and_the_memory() -> None:
+    given = {
+        "runtime.device": "cpu",
+        "memory.offload": "blocks",
+        "memory.limit": "1KiB",
+        "memory.host_weights": "mapped",
+        "parallel.gpus": 2,
+        "parallel.ulysses_degree": 2,
+    }
+    recorded = {"sampling.seed": 7, "memory.fp8_storage": True, "parallel.compression": "bf16"}
+    for_rows = {"parallel.data_parallel_degree": 1}
+    settings = usual_settings(DEMO).replace({**given, **recorded, **for_rows})
+    expected = [
+        "--device cpu",
+        "--offload blocks",
+        "--memory-limit 1024",
+        "--set memory.host_weights=mapped",
+        "--gpus 2",
+        "--set parallel.ulysses_degree=2",
+    ]
+    assert flags_again(settings, decodes=False) == flags_again(settings, decodes=True) == expected
+    assert flags_again(usual_settings(DEMO), decodes=False) == []

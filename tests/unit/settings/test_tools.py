@@ -75,6 +75,14 @@ def _settings(**values: object) -> BenchCommSettings:
     return validate(BenchCommSettings, {key.replace("__", "."): Given(value, key) for key, value in values.items()})
 
 
+def test_a_wrong_item_alone_has_no_second_problem() -> None:
+    with pytest.raises(RequestError) as caught:
+        _settings(collectives="foo")
+    assert len(caught.value.message.splitlines()) == 1
+    with pytest.raises(RequestError, match="must have at least 1 item"):
+        _settings(collectives="")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -43,6 +43,18 @@ def test_curves_of_several_runs_in_one_chart(
     assert path.read_text() != drawn
 
 
+def test_a_run_that_has_logged_nothing_is_told_from_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--plot", str(tmp_path / "a.png"), str(tmp_path)]
+    assert main(arguments) == 3
+    assert "name the folder of a run" in capsys.readouterr().err
+    (tmp_path / "settings.json").touch()
+    assert main(arguments) == 3
+    expected = f"error: {tmp_path} has no log yet\n       a run logs every loop.log_every steps\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_a_missing_matplotlib_is_named(
     runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
