@@ -360,7 +360,7 @@ def _lines(details: Any) -> list[str]:
     if kind == "value_error":
         # Validators of this package write whole lines.
         return str(context["error"]).splitlines()
-    if kind == "too_short" and context["actual_length"] < len(details["input"]):
+    if kind == "too_short" and isinstance(details["input"], list | tuple) and details["input"]:
         # Wrong items are not counted, and have lines of their own.
         return []
     key = ".".join(part for part in details["loc"] if isinstance(part, str) and part != "[key]")

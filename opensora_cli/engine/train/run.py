@@ -140,10 +140,7 @@ def require_same_cache(settings: TrainSettings) -> None:
 
 
 def _start_ranks(settings: TrainSettings, *, flags: Sequence[str]) -> None:
-    """Train in one process per rank, and return when all are done. The first rank prints.
-
-    Unreadable tables, and a cache of other settings, are refused before.
-    """
+    """Train in one process per rank. Unreadable tables, and a cache of other settings, are refused before."""
     for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
         open_table(each, fixed_starts=False)
     kind, parallel = type_of_ranks(settings.device), settings.parallel
